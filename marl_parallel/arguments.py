@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.constructors import KEYWORDS, missing_arguments
 from marl_parallel.core.files import ForeignFile, check_log, check_replaceable, make_folder
+from marl_parallel.core.view import check_one_for_each
 from marl_parallel.core.warn import warn
 from marl_parallel.types import RecyclePolicy
 
@@ -382,16 +383,3 @@ def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tup
     if actions.keys() != {*ids}:
         raise ValueError(f"env_ids={list(ids)}, but the actions are for environments {[*actions]}")
     return ids, [actions[env_id] for env_id in ids]
-
-
-def check_one_for_each(actions: Any, ids: Sequence[int]) -> None:
-    """Raise `ValueError` for actions that are not a sequence with one dict for each environment."""
-    if isinstance(actions, Mapping):
-        got = "one dict"
-    elif not hasattr(actions, "__len__"):
-        got = f"{type(actions).__name__}, which has no length"
-    elif len(actions) == len(ids):
-        return
-    else:
-        got = str(len(actions))
-    raise ValueError(f"expected a sequence of {len(ids)} action dicts, one for each environment, got {got}")

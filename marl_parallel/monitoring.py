@@ -129,7 +129,7 @@ class Monitor:
         self._episodes = _Episodes(int(window))
         self._logged, self._logged_at = parallel_env.stats(), time.monotonic()
         self._server: tuple[Any, threading.Thread] | None = None
-        self._listeners = parallel_env.runner.transitions.statistics.listeners
+        self._listeners = parallel_env.stepper.transitions.statistics.listeners
         self._listeners.append(self._episodes.add)  # which does not refer to the environments
 
     def __enter__(self) -> Monitor:
@@ -188,7 +188,7 @@ class Monitor:
             yield f"{name}/{agent}", value
 
     def _memory(self, stats: Stats) -> list[int | None]:
-        workers = self._env.runner.workers
+        workers = self._env.stepper.workers
         return [None] * len(stats.workers) if workers is None else workers.pool.memory()
 
     # -- Prometheus ----------------------------------------------------------------------------------------------------

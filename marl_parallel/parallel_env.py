@@ -3,16 +3,16 @@
 A step::
 
     ParallelEnv.step(actions)
-      |  Transitions.write_actions    checks actions, writes them into shared memory           core/block_transitions.py
-      |  BatchRunner.step         one call at a time, env ids, seeds and options of resets      runner.py
-      |    Pool.run               one slot per environment, one wait loop                       core/pool/pool.py
-      |      Backend.post         wakes the workers                                             backends/
-      |        Worker.execute     in each process or thread                                     core/worker.py
-      |          Codec.run        steps simulators, numeric transitions into shared memory      core/codec.py
-      |          Episode.interpret    what any other step means, and the next episode           core/episode.py
-      |          TransitionRecords.write    its transition into shared memory                   core/records.py
-      |      Backend.wait         until the last worker is done
-      |  Transitions.read         dicts from shared memory
+      |  Stepper.step               the order of calls, env ids                                stepper/stepper.py
+      |    Transitions.write        checks actions, writes them into shared memory             core/block_transitions.py
+      |    Pool.run                 one slot per environment, one wait loop                    core/pool/pool.py
+      |      Backend.post           wakes the workers                                          backends/
+      |        Worker.execute       in each process or thread                                  core/worker.py
+      |          Codec.run          steps simulators, numeric transitions into shared memory   core/codec.py
+      |          Episode.interpret  what any other step means, and the next episode            core/episode.py
+      |          TransitionRecords.write    its transition into shared memory                  core/records.py
+      |      Backend.wait           until the last worker is done
+      |    Transitions.read         dicts from shared memory
       v
     observations, rewards, terminateds, truncateds, infos
 
@@ -32,6 +32,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,7 +46,6 @@ from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, Schema
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
 from marl_parallel.core import reports
-from marl_parallel.core.advice import summary
 from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.block_transitions import BlockTransitions, DictPerEnv
@@ -54,10 +54,10 @@ from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct, generators_warning
 from marl_parallel.core.constructors import Constructor
-from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.exclusive import CALL, exclusive
 from marl_parallel.core.generators import Origin, origin_of_program
-from marl_parallel.core.messages import Answer, Block, Built, Construction, Message, Refusal, Request
-from marl_parallel.core.pickling import add_missing_modules, by_value, dumps_for_workers, loads
+from marl_parallel.core.messages import Block, Built, Construction, Message, Request
+from marl_parallel.core.pickling import by_value
 from marl_parallel.core.pool.long_calls import LongCalls
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -74,9 +74,10 @@ from marl_parallel.core.script_generators import ScriptGenerators
 from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
 from marl_parallel.core.worker_status import Tracer
-from marl_parallel.runner import NO_STATE, BatchRunner, Workers
+from marl_parallel.runner import BatchRunner, deprecated_runner
 from marl_parallel.settings import DEFAULT_SEED, NAMES, START_TIMEOUT_S, Settings, is_default
 from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
+from marl_parallel.stepper import Batch, Calls, DictStepper, ResetArguments, Workers
 from marl_parallel.types import (
     AdapterName,
     AutoresetName,
@@ -98,9 +99,6 @@ from marl_parallel.types import (
 _MORE_REQUESTS = 8  # queued at a worker besides three for each of its environments, such as the one to close
 
 _live: weakref.WeakSet[Source] = weakref.WeakSet()
-
-
-_IN_PLACE_OF_CALL = {"reset": "reset(env_ids=[...])", "step": "step(actions, env_ids=[...])", "close": "close()"}
 
 
 def _abandon_all() -> None:
@@ -221,7 +219,7 @@ class ParallelEnv:
         (4, (18,))
 
     Attributes:
-        runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/extending.md`.
+        stepper: The interface below, on which facades are built; see `DictStepper` and `docs/extending.md`.
         plan: The measurements and the choice of `backend="auto"`; None with other backends. Its `"arguments"`, or its
             `"proposal"` if there is one, can be passed in place of `backend="auto"`.
     """
@@ -266,9 +264,8 @@ class ParallelEnv:
         if isinstance(env_constructors, SimulatorSource):  # of `from_native`
             source = env_constructors
             self._close_at_exit(source)
-            self._set_runner(
-                BatchRunner(source, source, lambda **_: SimulatorArrays(source), source.schema, source.seeds)
-            )
+            resets = ResetArguments(source, source, source.schema, None, source.seeds)
+            self._set_batch(Batch(source, source, lambda **_: SimulatorArrays(source), source.schema, resets))
             return
         constructors = arguments.checked_constructors(env_constructors, seed)
         seeds = arguments.first_seeds(seed, len(constructors))
@@ -287,7 +284,7 @@ class ParallelEnv:
         deadlines = Timeouts(pool, faults.limits)
         pool.extend(deadlines, LongCalls(pool, faults.warn_after_s, deadlines.limits))
         self._close_at_exit(pool)
-        started = False
+        started, pool.guard[CALL] = False, (type(self).__name__, get_ident())  # as in a call: see `Source.close`
         try:
             backend.start(pool.shares, 3 * len(max(pool.shares, key=len)) + _MORE_REQUESTS)
             started, began = True, backend.clock()
@@ -309,16 +306,24 @@ class ParallelEnv:
                 about = faults.restart_policy, faults.on_restart, faults.restart_infos
                 deadlines.restarts = Restarts(pool, rebuilds, transitions, *about)
                 pool.extend(deadlines.restarts)
-            self._set_runner(_runner(pool, transitions, rebuilds, envs, seeds, settings))
+            self._set_batch(_batch(pool, transitions, rebuilds, envs, seeds, settings))
+            del pool.guard[CALL]
             if settings.output.trace is not None:
                 self.start_trace(settings.output.trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
             pool.close(ask=started)
             self._finalizer.detach()
             raise
+        finally:
+            pool.guard.pop(CALL, None)
 
-    def _set_runner(self, runner: BatchRunner) -> None:
-        self.runner, self._guard = runner, runner.guard
+    def _set_batch(self, batch: Batch) -> None:
+        self.stepper, self._calls, self._guard = DictStepper(batch), Calls(batch), batch.guard
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Deprecated: use `stepper`."""
+        return deprecated_runner(self.stepper.batch, "env.runner", "env.stepper")
 
     def _close_at_exit(self, source: Source) -> None:
         """Close all when the interpreter exits or this object is collected, unless `close` has freed all."""
@@ -392,35 +397,35 @@ class ParallelEnv:
     @property
     def num_envs(self) -> int:
         """The number of environments."""
-        return self.runner.num_envs
+        return self.stepper.num_envs
 
     @property
     def batch_size(self) -> int:
         """How many results are ready at a time: `num_envs`, unless a native simulator has smaller batches."""
-        return self.runner.source.batch_size
+        return self.stepper.source.batch_size
 
     @property
     def num_workers(self) -> int:
         """The number of workers."""
-        return len(self.runner.source.shares)
+        return len(self.stepper.source.shares)
 
     def __len__(self) -> int:
-        return self.runner.num_envs
+        return self.stepper.num_envs
 
     @property
     def possible_agents(self) -> list[AgentID]:
         """All agents that may appear, in the environment's own order; empty if they are not known beforehand."""
-        return list(self.runner.schema.possible_agents)
+        return list(self.stepper.schema.possible_agents)
 
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
         """The agents that act next in each environment; none before its first reset and when its episode is over."""
-        return tuple(map(list, self.runner.transitions.acting))
+        return tuple(map(list, self.stepper.transitions.acting))
 
     @property
     def finished_episodes(self) -> tuple[FinishedEpisode, ...]:
         """The episodes that ended in the last `step` or `recv`, also of a facade: returns and lengths of each agent."""
-        return tuple(self.runner.transitions.statistics.finished)
+        return tuple(self.stepper.transitions.statistics.finished)
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
@@ -429,7 +434,7 @@ class ParallelEnv:
         Agents that do not act have masks, too; `acting` lists the agents that need an action. Arrays are copies; arrays
         of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
-        return tuple(map(self.runner.transitions.masks, self.runner.env_ids))
+        return tuple(map(self.stepper.transitions.masks, self.stepper.env_ids))
 
     @exclusive("sample_actions")
     def sample_actions(self, env_ids: Sequence[int] | None = None) -> list[dict[AgentID, Any]]:
@@ -457,7 +462,10 @@ class ParallelEnv:
             ...     env.stats().steps >= 20 * 2 - 4  # the first results of the 4 environments are resets
             True
         """
-        return self.runner.sample_actions(env_ids)
+        batch = self.stepper.batch
+        ids = batch.checked_ids(env_ids)
+        batch.check_idle("sample_actions", ids)
+        return batch.resets.sample_actions(ids)
 
     @property
     def observation_space(self) -> spaces.Dict | Any:  # `| Any`: callers need not check for None
@@ -466,32 +474,32 @@ class ParallelEnv:
         Agents that declare none are left out, and their observations travel pickled. If agents are not known
         beforehand but have groups, the keys are groups, and an agent's id also finds the space of its group.
         """
-        return _space_of(self.runner.schema.observation_spaces)
+        return _space_of(self.stepper.schema.observation_spaces)
 
     @property
     def action_space(self) -> spaces.Dict | Any:
         """Spaces by agent, as in `observation_space`; None if no agent declares one."""
-        return _space_of(self.runner.schema.action_spaces)
+        return _space_of(self.stepper.schema.action_spaces)
 
     @property
     def reward_space(self) -> spaces.Dict | None:
         """Spaces of the agents whose rewards are vectors (`docs/values.md`); None if there are none."""
-        return _space_of(self.runner.schema.reward_spaces)
+        return _space_of(self.stepper.schema.reward_spaces)
 
     @property
     def state_space(self) -> Space[Any] | None:
         """The space of one environment's global state; None if it has none."""
-        return self.runner.schema.state_space
+        return self.stepper.schema.state_space
 
     @property
     def metadata(self) -> dict[str, Any]:
         """A copy of the metadata of environment 0, with the `"autoreset_mode"` of this object."""
-        return copying.deepcopy(self.runner.metadata)
+        return copying.deepcopy(self.stepper.batch.metadata)
 
     @property
     def render_mode(self) -> str | None:
         """The render mode of environment 0."""
-        return self.runner.render_mode
+        return self.stepper.batch.render_mode
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -519,14 +527,9 @@ class ParallelEnv:
         Raises:
             ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
         """
-        runner = self.runner
         if drain:
-            runner.check_reset(seed, options, env_ids)
-            if runner.source.in_flight:
-                dropped, _, leftovers = runner.recv()
-                runner.transitions.read(dropped, leftovers)
-        ids, leftovers = runner.reset(seed, options, env_ids)
-        observations, _, _, _, infos = runner.transitions.read(ids, leftovers)
+            self.stepper.drain(seed, options, env_ids)
+        observations, _, _, _, infos = self.stepper.reset(seed, options, env_ids)
         return observations, infos
 
     @exclusive("step")
@@ -551,12 +554,7 @@ class ParallelEnv:
             TypeError: Actions are not dicts.
             ResetNeeded: An environment has never been reset.
         """
-        runner = self.runner
-        ids = runner.ids_to_step(env_ids)
-        transitions = runner.transitions
-        if type(actions) is not list or len(actions) != len(ids):  # a quick check first
-            arguments.check_one_for_each(actions, ids)
-        return transitions.read(ids, runner.step(ids, transitions.write_actions(ids, actions)))
+        return self.stepper.step(actions, env_ids)
 
     @exclusive("restart")
     def restart(self, env_ids: Sequence[int] | None = None) -> None:
@@ -583,15 +581,15 @@ class ParallelEnv:
             ...     env.stats().restarts
             2
         """
-        runner = self.runner
-        runner.check_idle("restart")
-        if runner.workers is None:
-            raise NotImplementedError(f"{runner.source.name} cannot construct some of its environments again")
-        ids = runner.checked_ids(env_ids)
+        batch = self.stepper.batch
+        batch.check_idle("restart")
+        if batch.workers is None:
+            raise NotImplementedError(f"{batch.source.name} cannot construct some of its environments again")
+        ids = batch.checked_ids(env_ids)
         try:
-            runner.workers.rebuilds.rebuild(ids)
+            batch.workers.rebuilds.rebuild(ids)
         finally:
-            runner.note_rebuilt()
+            batch.note_rebuilt()
 
     @exclusive("send")
     def send(
@@ -608,11 +606,8 @@ class ParallelEnv:
             actions: As in `step`, or a mapping from env id to a dict by agent.
             env_ids: Which environments; None for all, or all keys of a mapping.
         """
-        runner = self.runner
-        ids, rows = arguments.addressed(actions, env_ids, runner.num_envs)
-        runner.check_idle("send", ids)
-        runner.check_has_reset(ids, "send")
-        runner.send(ids, runner.transitions.write_actions(ids, rows))
+        ids, rows = arguments.addressed(actions, env_ids, self.num_envs)
+        self.stepper.send(rows, ids)
 
     @exclusive("reset_async")
     def reset_async(
@@ -623,7 +618,7 @@ class ParallelEnv:
         env_ids: Sequence[int] | None = None,
     ) -> None:
         """Begin new episodes and return; `recv` returns the observations. Arguments and errors are as in `reset`."""
-        self.runner.send_reset(seed, options, env_ids)
+        self.stepper.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
     def recv(
@@ -652,8 +647,8 @@ class ParallelEnv:
             ...     env.recv().env_ids
             (2,)
         """
-        ids, _, leftovers = self.runner.recv(min_envs, timeout, window=window)
-        return StepBatch(ids, *self.runner.transitions.read(ids, leftovers))
+        ids, results = self.stepper.recv(min_envs, timeout, window)
+        return StepBatch(ids, *results)
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------
 
@@ -663,14 +658,7 @@ class ParallelEnv:
 
         Raises `NotImplementedError` if the environments have none.
         """
-        runner = self.runner
-        runner.check_idle("state")
-        if runner.schema.state_space is None or runner.workers is None:
-            raise NotImplementedError(NO_STATE)
-        ids = runner.checked_ids(env_ids)
-        runner.check_has_reset(ids, "state")
-        runner.source.execute_in(Message.STATE, ids)
-        return runner.workers.transitions.states(ids)
+        return self.stepper.state(env_ids)
 
     def seed(self) -> tuple[int | None, ...]:
         """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one that it was passed.
@@ -678,17 +666,15 @@ class ParallelEnv:
         None for an environment that was passed none, with `seed="own"`. While environments are in flight, returns the
         last known seeds.
         """
-        runner = self.runner
-        runner.check_open()
-        if runner.source.seeds_stale and not runner.source.in_flight and not runner.calling:
+        batch = self.stepper.batch
+        batch.check_open()
+        if batch.source.seeds_stale and not batch.source.in_flight and not batch.calling:
             self._update_seeds()
-        return runner.seeds
+        return batch.resets.seeds
 
     @exclusive("seed")
     def _update_seeds(self) -> None:
-        runner = self.runner
-        declared = runner.source.execute_in(Message.SEED, runner.env_ids)
-        runner.seeds, runner.source.seeds_stale = tuple(map(declared.get, runner.env_ids)), False
+        self.stepper.batch.resets.update_seeds()
 
     @exclusive("call")
     def call(
@@ -713,10 +699,9 @@ class ParallelEnv:
             ModuleNotFoundError: The arguments need a module that cannot be imported in the worker.
             EnvError: The method raised. Only this error closes everything, or rebuilds the environment (`"restart"`).
         """
-        runner = self.runner
-        runner.check_idle("call")
-        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
-        return self._unpickled(Message.CALL, ids, pickle, runner.source.execute_in(Message.CALL, ids, pickle()))
+        batch = self.stepper.batch
+        batch.check_idle("call")
+        return self._calls.call(batch.checked_ids(env_ids), self._calls.pickled(name, args, kwargs))
 
     @exclusive("call_async")
     def call_async(
@@ -728,11 +713,9 @@ class ParallelEnv:
 
         Until `call_wait` returns, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
         """
-        runner = self.runner
-        runner.check_idle("call_async")
-        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
-        runner.begin_call(Message.CALL, ids, pickle())
-        self._called: tuple[tuple[int, ...], Callable[[], Any]] = ids, pickle
+        batch = self.stepper.batch
+        batch.check_idle("call_async")
+        self._calls.begin(batch.checked_ids(env_ids), self._calls.pickled(name, args, kwargs))
 
     @exclusive("call_wait")
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -753,9 +736,7 @@ class ParallelEnv:
             >>> [space.shape for space in spaces]
             [(18,), (18,)]
         """
-        results = self.runner.finish_call(timeout)
-        ids, pickle = self._called
-        return self._unpickled(Message.CALL, ids, pickle, results)
+        return self._calls.finish(timeout)
 
     @exclusive("call_each")
     def call_each(
@@ -789,36 +770,22 @@ class ParallelEnv:
             >>> [space.shape for space in spaces]
             [(18,), (18,)]
         """
-        runner = self.runner
-        runner.check_idle("call_each")
-        ids = runner.checked_ids(env_ids)
+        batch = self.stepper.batch
+        batch.check_idle("call_each")
+        ids = batch.checked_ids(env_ids)
         arguments.one_for_each(each, ids, "a tuple or dict of arguments")
         pickles = {
-            env_id: self._pickled_call(name, *arguments.checked_arguments(env_id, of_env))
+            env_id: self._calls.pickled(name, *arguments.checked_arguments(env_id, of_env))
             for env_id, of_env in zip(ids, each)
         }
 
         def pickle() -> dict[int, bytes]:
             return {env_id: pickle_one() for env_id, pickle_one in pickles.items()}
 
-        if not wait:
-            runner.begin_call(Message.CALL, ids, pickle())
-            self._called = ids, pickle
-            return None
-        return self._unpickled(Message.CALL, ids, pickle, runner.source.execute_in(Message.CALL, ids, pickle()))
-
-    def _pickled_call(
-        self, name: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Callable[[], bytes]:
-        if not isinstance(name, str) and not callable(name):
-            raise TypeError(f"name must be the name of a method or attribute, or a function; got {name!r}")
-        if isinstance(name, str) and (instead := _IN_PLACE_OF_CALL.get(name)) is not None:
-            raise ValueError(
-                f"call({name!r}) would change environments without this ParallelEnv, whose next results would be "
-                f"wrong: use env.{instead}"
-            )
-        modules = self.runner.local_modules
-        return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
+        if wait:
+            return self._calls.call(ids, pickle)
+        self._calls.begin(ids, pickle)
+        return None
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Get an attribute of each environment, as `call` does; a method is called without arguments."""
@@ -842,49 +809,15 @@ class ParallelEnv:
             ModuleNotFoundError: A value needs a module that cannot be imported in the worker.
             EnvError: A property's setter raised. Only this error closes everything, or rebuilds the environment.
         """
-        runner = self.runner
+        batch = self.stepper.batch
         if not isinstance(name, str):
             raise TypeError(f"name must be the name of an attribute, got {name!r}")
-        runner.check_idle("set_attr")
-        ids = runner.checked_ids(env_ids)
+        batch.check_idle("set_attr")
+        ids = batch.checked_ids(env_ids)
         if not isinstance(values, list | tuple):
             values = [values] * len(ids)
         arguments.one_for_each(values, ids, "one value")
-
-        def pickle() -> dict[int, bytes]:
-            return {
-                env_id: dumps_for_workers((name, value), f"the value for environment {env_id}", runner.local_modules)
-                for env_id, value in zip(ids, values)
-            }
-
-        self._unpickled(Message.ASSIGN, ids, pickle, runner.source.execute_in(Message.ASSIGN, ids, pickle()))
-
-    def _unpickled(
-        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any], results: dict[int, Any]
-    ) -> tuple[Any, ...]:
-        """The results of a request with pickled values of the caller.
-
-        If workers could not import modules, `pickle` pickles the values again with these modules, and the request is
-        repeated.
-        """
-        runner = self.runner
-        while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
-            for env_id in again:
-                del results[env_id]
-            results.update(runner.source.execute_in(message, again, pickle()))
-        for env_id in sorted(results):
-            result = results[env_id]
-            if isinstance(result, Refusal):
-                raise result.kind(f"environment {env_id}: {result.text}")
-            if isinstance(result, Answer):
-                try:
-                    results[env_id] = loads(result.pickled)
-                except Exception as error:
-                    raise TypeError(
-                        f"environment {env_id}: the result was pickled in the worker but cannot be unpickled here: "
-                        f"{summary(error)}"
-                    ) from error
-        return tuple(results.get(env_id) for env_id in env_ids)
+        self._calls.assign(name, dict(zip(ids, values)))
 
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
@@ -921,7 +854,7 @@ class ParallelEnv:
             >>> results[1] == expected[1]
             True
         """
-        return [to_bytes(state) for state in self.runner.save_state(env_ids).values()]
+        return [to_bytes(state) for state in self.stepper.save(env_ids).values()]
 
     @exclusive("load_state")
     def load_state(
@@ -947,8 +880,7 @@ class ParallelEnv:
                 `auto_reset`; or there is not one state for each environment. After these errors, nothing has changed.
             NotImplementedError: Native simulators cannot do that.
         """
-        loaded, leftovers = self.runner.load_state(states, env_ids)
-        observations, _, _, _, infos = self.runner.transitions.read(tuple(loaded), leftovers)
+        _, (observations, _, _, _, infos) = self.stepper.load(states, env_ids)
         return observations, infos
 
     @exclusive("set_reset_options")
@@ -986,8 +918,11 @@ class ParallelEnv:
             >>> [float(of_env["car"]) for of_env in observations]
             [1.0, 5.0]
         """
-        self.runner.set_reset_options(options, env_ids)
+        batch = self.stepper.batch
+        batch.check_idle("set_reset_options")
+        batch.resets.set_options(batch.checked_ids(env_ids), options)
 
+    @exclusive("set_parameters")
     def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
         """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.
 
@@ -1002,15 +937,16 @@ class ParallelEnv:
             NotImplementedError: The environments keep no options.
             ValueError: `parameters` do not have the form of the options of `reset`.
         """
-        runner = self.runner
-        if not (runner.schema.options_last and runner.takes_options):
+        batch = self.stepper.batch
+        if not (batch.schema.options_last and batch.resets.takes_options):
             raise NotImplementedError(
                 "these environments do not keep options of reset: pass reset(options=), or use call or set_attr"
             )
-        ids = runner.checked_ids(env_ids)
-        runner.schema.check_options(parameters)
-        self.call("set_parameters", parameters, env_ids=ids)
-        runner.note_options(ids, parameters)
+        batch.check_idle("set_parameters")
+        ids = batch.checked_ids(env_ids)
+        batch.schema.check_options(parameters)
+        self._calls.call(ids, self._calls.pickled("set_parameters", [parameters], {}))
+        batch.resets.note_options(ids, parameters)
 
     def timers(self) -> dict[str, Any]:
         """The trees of ML-Agents' timers (`@timed`, `hierarchical_timer`) of all workers, merged.
@@ -1024,11 +960,11 @@ class ParallelEnv:
         Raises:
             NotImplementedError: Native simulators have no workers with timers.
         """
-        runner = self.runner
-        if runner.workers is None:
-            raise NotImplementedError(f"{runner.source.name} has no workers with timers")
-        runner.check_open()
-        first = [share[0] for share in runner.workers.pool.present_shares().values()]
+        batch = self.stepper.batch
+        if batch.workers is None:
+            raise NotImplementedError(f"{batch.source.name} has no workers with timers")
+        batch.check_open()
+        first = [share[0] for share in batch.workers.pool.present_shares().values()]
         return {"name": "root", **merged_timers(self.call(timer_tree, env_ids=first))}
 
     @exclusive("render")
@@ -1043,13 +979,13 @@ class ParallelEnv:
             A tuple of frames; with `tile`, one array of shape `(rows * height, columns * width, ...)`; None if
             `render_mode` is None.
         """
-        runner = self.runner
-        runner.check_idle("render")
-        ids = runner.checked_ids(env_ids)
-        if runner.render_mode is None:
+        batch = self.stepper.batch
+        batch.check_idle("render")
+        ids = batch.checked_ids(env_ids)
+        if batch.render_mode is None:
             return None
-        runner.check_has_reset(ids, "render")
-        rendered = runner.source.execute_in(Message.RENDER, ids)
+        batch.check_has_reset(ids, "render")
+        rendered = batch.source.execute_in(Message.RENDER, ids)
         frames = tuple(rendered[env_id] for env_id in ids)
         return tiled(frames) if tile else frames
 
@@ -1068,10 +1004,10 @@ class ParallelEnv:
             NotImplementedError: Native simulators have no workers to trace.
             ParallelEnvError: A worker has died; no trace is recorded.
         """
-        self.runner.check_idle("start_trace")
-        if self.runner.workers is None:
-            raise NotImplementedError(f"{self.runner.source.name} keeps no timeline: it has no workers")
-        pool = self.runner.workers.pool
+        self.stepper.batch.check_idle("start_trace")
+        if self.stepper.workers is None:
+            raise NotImplementedError(f"{self.stepper.source.name} keeps no timeline: it has no workers")
+        pool = self.stepper.workers.pool
         if self._tracing is not None:
             path = self._tracing.tracer.path
             raise RuntimeError(f"a trace is being recorded already, for {path}: call stop_trace first")
@@ -1080,7 +1016,7 @@ class ParallelEnv:
         if faults:
             self._trace_workers(pool, False)
             raise faults.pop()
-        self._set_tracing(self.runner.workers, tracing)
+        self._set_tracing(self.stepper.workers, tracing)
 
     def _set_tracing(self, workers: Workers, tracing: Tracing | None) -> None:
         pool = workers.pool
@@ -1100,8 +1036,8 @@ class ParallelEnv:
             OSError: The file cannot be written.
             ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the other slices.
         """
-        self.runner.check_idle("stop_trace")
-        workers, tracing = self.runner.workers, self._tracing
+        self.stepper.batch.check_idle("stop_trace")
+        workers, tracing = self.stepper.workers, self._tracing
         if workers is None or tracing is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
         faults = self._trace_workers(workers.pool, False)
@@ -1116,8 +1052,8 @@ class ParallelEnv:
 
         It is in a list, so that the caller can raise it and hold it in no variable, as `Pool.fault` says.
         """
-        if self.runner.workers is not None:
-            self.runner.workers.rebuilds.traced = on
+        if self.stepper.workers is not None:
+            self.stepper.workers.rebuilds.traced = on
         faults: list[ParallelEnvError] = []
         for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
@@ -1130,19 +1066,19 @@ class ParallelEnv:
             for slices in results.values():
                 if self._tracing is not None:
                     self._tracing.add(worker, slices)
-        pool.alone(
+        pool.in_call(
             "", pool.note_outdated, range(self.num_envs)
         )  # standbys are constructed again, with tracing on or off
         return faults[:1]
 
     def stats(self) -> Stats:
         """Steps, resets and restarts so far, and seconds by kind of work; of each worker and in total."""
-        return self.runner.source.stats()
+        return self.stepper.source.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The env ids in flight: sent to, and not received yet."""
-        pool = self.runner.source
+        pool = self.stepper.source
         return () if pool.closed else pool.pending
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -1160,11 +1096,11 @@ class ParallelEnv:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
         seconds = arguments.closing_time(timeout)
-        pool = self.runner.source
+        pool = self.stepper.source
         error = pool.close(ask=not terminate, timeout=seconds)
         if pool.freed:  # else another call of `close` is in progress, which Ctrl-C may interrupt
             self._finalizer.detach()
-            self.runner.drop_memory()
+            self.stepper.batch.drop_memory()
         try:
             if error is not None:
                 raise error
@@ -1175,17 +1111,17 @@ class ParallelEnv:
         raise TypeError("a ParallelEnv has its own workers and cannot be pickled or copied: make another one")
 
     def __repr__(self) -> str:
-        runner = self.runner
-        if runner.workers is None:
+        stepper = self.stepper
+        if stepper.workers is None:
             return (
-                f"{type(self).__name__}({runner.source.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
-                f"agents={self.possible_agents}, auto_reset={runner.mode.name}, closed={runner.source.closed})"
+                f"{type(self).__name__}({stepper.source.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
+                f"agents={self.possible_agents}, auto_reset={stepper.mode.name}, closed={stepper.source.closed})"
             )
-        backend = type(runner.workers.pool.backend).__name__
+        backend = type(stepper.workers.pool.backend).__name__
         return (
             f"{type(self).__name__}(num_envs={self.num_envs}, agents={self.possible_agents}, "
-            f"num_workers={self.num_workers}, backend={backend}, auto_reset={runner.mode.name}, "
-            f"closed={runner.source.closed})"
+            f"num_workers={self.num_workers}, backend={backend}, auto_reset={stepper.mode.name}, "
+            f"closed={stepper.source.closed})"
         )
 
     def __enter__(self) -> ParallelEnv:
@@ -1311,25 +1247,23 @@ def _warn_of_unknown_memory(settings: Settings, backend: Backend, worker: int) -
         )
 
 
-def _runner(
+def _batch(
     pool: Pool,
     transitions: BlockTransitions,
     rebuilds: Rebuilds,
     envs: _Environments,
     seeds: list[int] | list[None],
     settings: Settings,
-) -> BatchRunner:
-    """What resets and steps environments in workers, with checks of their seeds."""
-    reset_keywords = envs.schema.reset_keywords
-    runner = BatchRunner(
-        pool, transitions, functools.partial(BlockArrays, transitions), envs.schema, seeds,
-        Workers(pool, transitions, rebuilds, envs.local_modules),
-        None if seeds[0] is None else SeedCheck(envs.built, "seed" in reset_keywords),
-        restarts=settings.faults.restarts,
-    )  # fmt: skip
-    if is_default(settings.episodes.seed) and DefaultSeed.reaches(envs.built[0], DEFAULT_SEED, reset_keywords):
-        runner.default_seed = DefaultSeed(pool)
-    return runner
+) -> Batch:
+    """Environments in workers, with checks of their seeds."""
+    schema = envs.schema
+    workers, default_seed = Workers(pool, transitions, rebuilds, envs.local_modules), None
+    check = None if seeds[0] is None else SeedCheck(envs.built, "seed" in schema.reset_keywords)
+    if is_default(settings.episodes.seed) and DefaultSeed.reaches(envs.built[0], DEFAULT_SEED, schema.reset_keywords):
+        default_seed = DefaultSeed(pool)
+    resets = ResetArguments(pool, transitions, schema, workers, seeds, check, default_seed)
+    arrays = functools.partial(BlockArrays, transitions)
+    return Batch(pool, transitions, arrays, schema, resets, workers, restarts=settings.faults.restarts)
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:

@@ -62,7 +62,7 @@ class _Measured:
     """Seconds for a batch of steps, and the share of the time inside simulators for which workers need a CPU."""
 
     def __init__(self, env: Any) -> None:
-        backend, workers = env.runner.workers.pool.backend, range(env.num_workers)
+        backend, workers = env.stepper.workers.pool.backend, range(env.num_workers)
         env.reset()
 
         def totals() -> tuple[Any, list[float | None]]:
@@ -70,7 +70,7 @@ class _Measured:
 
         def timed() -> float:
             over = [env_id for env_id, acting in enumerate(env.acting) if not acting]
-            if over and env.runner.mode is AutoresetMode.DISABLED:
+            if over and env.stepper.mode is AutoresetMode.DISABLED:
                 env.reset(env_ids=over)
             actions = env.sample_actions()
             began = time.monotonic()

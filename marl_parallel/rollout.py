@@ -20,7 +20,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
-from marl_parallel.runner import Options, Seeds
+from marl_parallel.stepper import Options, Seeds
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, StackedVecEnv, StepReturn
 
@@ -144,7 +144,7 @@ class _Part:
 def _halves(env: StackedVecEnv) -> tuple[range, range]:
     """Two ranges of environments, each of half of the workers; with one worker, each half of the environments."""
     middle = env.num_envs / 2
-    borders = [share.start for share in env.stepper.runner.source.shares[1:]] or [env.num_envs // 2]
+    borders = [share.start for share in env.stepper.source.shares[1:]] or [env.num_envs // 2]
     border = min(borders, key=lambda first: abs(first - middle))
     return range(border), range(border, env.num_envs)
 
@@ -246,7 +246,7 @@ class Rollout:
         self._buffer: RolloutBuffer | None = None
         if self._in_place:
             more = nbytes - _nbytes(shapes.observations)
-            self._buffer = env.stepper.runner.rollout_buffer(num_steps + 1, more)
+            self._buffer = env.stepper.batch.rollout_buffer(num_steps + 1, more)
         if self._buffer is None:
             block: Any = mmap.mmap(-1, max(nbytes, 1))
             start = used = 0

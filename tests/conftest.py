@@ -1,18 +1,18 @@
 """Fixtures and options of the tests.
 
 pytest                 every test once, on a backend that its name chooses: two workers, shared memory
-pytest --setups=rest   the other setups: other backends and numbers of workers, portable workers, no shared memory; and
-                       what is marked `rest`: slow tests, and combinations of what others cover one by one
-pytest --setups=all    both
+pytest --setups=rest   each test on one more setup, another kind of backend, number of workers or memory; and what is
+                       marked `rest`: slow tests, and combinations of what others cover one by one
+pytest --setups=all    all setups
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest -n 0            all tests in this process, one at a time; the default is three processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code, also one by one.
+`every_setup` marks tests that run on all other setups with `--setups=rest`.
 `in_turn` marks tests, or some of their cases, that say the same about every setup. With `--setups=rest` and `ray`, such
-a case does not run on every setup, but in turn on one with shared memory and on one without; each test still has each
-of its setups.
+a case is left out on most setups, in turn.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
 process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;
@@ -49,6 +49,7 @@ from helpers.setups import (
     left_out,
 )
 
+from marl_parallel.core.exclusive import CALL
 from marl_parallel.core.pool.pool import Pool
 
 if TYPE_CHECKING:
@@ -132,16 +133,11 @@ class PoolChecks:
 
         @functools.wraps(close)
         def checked_close(pool: Pool, *arguments: Any, **keywords: Any) -> Any:
-            lock: Any = pool._lock
-            in_call = lock._is_owned() or not lock.acquire(blocking=False)
-            if not in_call:
+            if pool.guard[CALL] is None and sys.exc_info()[0] is None and hasattr(pool.backend, "statuses"):
                 try:
-                    if sys.exc_info()[0] is None and hasattr(pool.backend, "statuses"):
-                        pool.check()
+                    pool.check()
                 except Exception as error:
                     self._found.append(f"{type(error).__name__}: {error}")
-                finally:
-                    lock.release()
             return close(pool, *arguments, **keywords)
 
         Pool._close = checked_close  # type: ignore[method-assign]

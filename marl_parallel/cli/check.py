@@ -709,7 +709,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
             return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, **options)
 
     def with_masks(infos: Sequence[dict[Any, Any]], env_ids: Iterable[int]) -> Iterable[dict[Any, Any]]:
-        if not env.runner.schema.mask_spaces:
+        if not env.stepper.schema.mask_spaces:
             return infos
         masks = env.action_masks
         return [_with_masks(of_env, masks[env_id]) for of_env, env_id in zip(infos, env_ids)]

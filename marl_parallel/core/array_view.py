@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import BEGAN, ENDED, TOOK_PART, WAS_ALIVE, WAS_DEAD
+from marl_parallel.core.view import View
 
 # The defaults of fields that a view may leave out if no facade of this package reads its arrays.
 _NOBODY: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
@@ -181,7 +182,7 @@ class ResultDoesNotFit(ValueError):
         return ValueError, self.args
 
 
-class ArrayView(ABC):
+class ArrayView(View[Actions, Arrays]):
     """A view of environments whose actions and transitions are arrays; the schema names all agents and their spaces.
 
     Attributes:
@@ -205,27 +206,25 @@ class ArrayView(ABC):
         self._rollout: RolloutBuffer | None = None
 
     @abstractmethod
-    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
+    def write(self, actions: Actions, env_ids: Sequence[int]) -> Any:
         """Write the actions of the agents that act, or of all agents if `writes_all`; returns the payload of the step.
 
         Raises `ValueError` if such an agent has no action, an agent is unknown, or an array does not match its space.
         """
 
     @abstractmethod
-    def read(self, leftovers: Any, /) -> Arrays:
-        """The transitions of all environments, with the leftovers of the step or reset.
+    def read(self, env_ids: Sequence[int], leftovers: Any, last: Arrays | None = None, /) -> Arrays:
+        """The transitions of all environments of the view, in `env_ids`; or, with `last`, those of some.
+
+        The other rows keep their observations in `last`.
 
         Raises `ValueError` if a value has no place in an array, such as an undeclared vector of rewards or an unknown
-        agent. By then, all environments have been stepped, and the state of each one is known.
+        agent.
         """
 
     @abstractmethod
     def last(self) -> Arrays:
-        """The latest result of `read` or `read_some`, as the argument `last` of the next `read_some`."""
-
-    @abstractmethod
-    def read_some(self, env_ids: Sequence[int], leftovers: Any, last: Arrays, /) -> Arrays:
-        """The transitions of some environments; the other rows keep their observations in `last`."""
+        """The latest result of `read`, for the `read` of some environments; `ResetNeeded` if there is none."""
 
     @abstractmethod
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:

@@ -31,7 +31,7 @@ from marl_parallel.core.transition import ALL, are_empty
 
 
 def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
-    """Action masks as an array; see `ArrayStepper.action_masks`."""
+    """Action masks as an array; see `FacadeStepper.action_masks`."""
     if not agents:
         raise ValueError("agents is empty: pass at least one agent")
     for agent in agents:
@@ -138,15 +138,15 @@ class BlockArrays(ArrayView):
         if self._copy:
             self._large.add(view)
 
-    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
+    def write(self, actions: Actions, env_ids: Sequence[int]) -> dict[int, bytes]:
         transitions = self._transitions
         if transitions.around is not None and (context := transitions.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
         if type(actions) is Joint:
-            return self._write_joint(actions, self._env_ids if env_ids is None else env_ids)
+            return self._write_joint(actions, env_ids)
         if transitions.with_joint:
-            transitions.clear_joint(self._env_ids if env_ids is None else env_ids)
+            transitions.clear_joint(env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
         if transitions.latest:
             acting = self.acting()
@@ -163,9 +163,8 @@ class BlockArrays(ArrayView):
             span = self._span
             if places is not None and self._codec.write_arrays(span.start, span.stop, places, values, acting):
                 return {}
-        ids = self._env_ids if env_ids is None else env_ids
         try:
-            by_agent = self._checked(actions, transitions, ids)
+            by_agent = self._checked(actions, transitions, env_ids)
             if self._actions_in_block:
                 try:
                     self._layout.actions.write_stacked(by_agent)
@@ -175,7 +174,7 @@ class BlockArrays(ArrayView):
                     if acting is None:
                         raise
                     # The actions that do not match may be of agents that do not act.
-            return transitions.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
+            return transitions.write(self._by_env(by_agent, env_ids), env_ids, stacked=True)
         except Mismatch as error:
             raise ValueError(str(error)) from None
 
@@ -193,7 +192,7 @@ class BlockArrays(ArrayView):
         if self._action_records.write_joint(rows, values, lists=lists):
             transitions.note_joint(ids)
             return {}
-        return transitions.write_actions(ids, [{JOINT: [*value] if lists else value} for value in values])
+        return transitions.write([{JOINT: [*value] if lists else value} for value in values], ids)
 
     def _by_env(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
         """For each environment, the actions of the agents that act."""
@@ -227,13 +226,15 @@ class BlockArrays(ArrayView):
             alive[row, [self._column[agent] for agent in agents if agent in self._column]] = True
         return alive
 
-    def read(self, leftovers: Mapping[int, Any]) -> Arrays:
+    def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays | None = None, /) -> Arrays:
         transitions = self._transitions
         if transitions.around is not None and (context := transitions.around("read results")):
             with context:
-                return self.read(leftovers)
+                return self.read(env_ids, leftovers, last)
+        if last is not None:
+            return self._read_some(env_ids, leftovers, last)
         if self._codec is None:
-            return self.read_some(self._env_ids, leftovers, self._empty())
+            return self._read_some(self._env_ids, leftovers, self._empty())
         fields, others = self._read_block(leftovers, notes=True)
         incomplete: list[int] = []
         if others is not None or transitions.notes_reads:
@@ -253,7 +254,7 @@ class BlockArrays(ArrayView):
             return arrays
         restarted, recycled = np.zeros((2, self._num_envs), np.bool_)
         last = arrays._replace(none_over=False, restarted=restarted, recycled=recycled)
-        return self.read_some(incomplete, leftovers, last)
+        return self._read_some(incomplete, leftovers, last)
 
     def _read_block(self, leftovers: Mapping[int, Any], *, notes: bool) -> Any:
         """The result of `Codec.read_arrays`; observations are in the arrays of `write_to`, or in the previous ones."""
@@ -316,7 +317,7 @@ class BlockArrays(ArrayView):
         return arrays._replace(vectors=values, vectored=vectored)
 
     def last(self) -> Arrays:
-        """The last observations, and which agents are present and act; for `read_some`, before a step."""
+        """The last observations, and which agents are present and act."""
         seen = self._empty()
         if self._codec is not None:
             seen = self._complete(self._read_block({}, notes=False)[0])
@@ -330,12 +331,8 @@ class BlockArrays(ArrayView):
             self._put_acting(arrays, env_id)
         return arrays
 
-    def read_some(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays) -> Arrays:
+    def _read_some(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays) -> Arrays:
         """Read some environments into the arrays `last`; the others have no rewards, flags and infos."""
-        around = self._transitions.around
-        if around is not None and (context := around("read results")):
-            with context:
-                return self.read_some(env_ids, leftovers, last)
         errors: dict[int, str] = {}
         for env_id in env_ids:  # all of them, before a value that has no place in an array raises
             try:

@@ -45,6 +45,7 @@ from marl_parallel.core.transition import (
     Transition,
     are_empty,
 )
+from marl_parallel.core.view import check_one_for_each
 
 DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -134,8 +135,8 @@ class BlockTransitions(Transitions):
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def write_actions(
-        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    def write(
+        self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int], *, stacked: bool = False
     ) -> dict[int, bytes]:
         """Write one dict of actions for each environment; `stacked` if they come from arrays over environments.
 
@@ -143,12 +144,15 @@ class BlockTransitions(Transitions):
             By environment, the pickled actions that do not fit into the block.
 
         Raises:
-            ValueError: An action is missing, or does not match its space; nothing has been stepped.
+            ValueError: There is not one dict for each environment; or an action is missing, or does not match its
+                space; nothing has been stepped.
             TypeError: The actions are not a dict, or cannot be pickled; nothing has been stepped.
         """
         if self.around is not None and (context := self.around("write actions")):
             with context:
-                return self.write_actions(env_ids, actions, stacked=stacked)
+                return self.write(actions, env_ids, stacked=stacked)
+        if type(actions) is not list or len(actions) != len(env_ids):  # a quick check first
+            check_one_for_each(actions, env_ids)
         if self.with_joint:
             self.clear_joint(env_ids)
         pickled: dict[int, bytes] = {}
@@ -221,7 +225,7 @@ class BlockTransitions(Transitions):
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 
-    def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any]) -> Columns:
+    def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Any = None, /) -> Columns:
         """The transitions of some environments, with their pickled leftovers or a `Snapshot`, by environment."""
         if self.around is not None and (context := self.around("read results")):
             with context:
@@ -601,7 +605,7 @@ class BlockTransitions(Transitions):
         return state.array[env_id, 0].copy(), final_state.array[env_id, 0].copy()
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """As `BatchRunner.states_seen`."""
+        """As `WorkerOutputs.states_seen`."""
         state, final_state = self.layout.state, self.layout.final_state
         assert state is not None
         assert final_state is not None

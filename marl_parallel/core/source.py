@@ -1,15 +1,16 @@
-"""`Source` carries out the requests of a `BatchRunner`; `Transitions` are the caller's side of the results.
+"""`Source` carries out the requests of `Stepper`s; `Transitions` are the caller's side of the results.
 
 A pool of workers (`pool/pool.py`) is a source, and its block (`block_transitions.py`) has the transitions. A simulator
 that steps many environments by itself (`sources/native.py`) is both. The code above uses both in the same way, except
-for features that need workers: `BatchRunner.workers` is None without workers.
+for features that need workers: `Batch.workers` is None without workers.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, TypeAlias
 
@@ -25,6 +26,7 @@ from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.core.view import View
 from marl_parallel.types import EnvError, Stats
 
 _CLOSE = "close"  # the only key of `Source._closing`
@@ -51,7 +53,7 @@ class Source(ABC):
         closed: Whether `close` has begun.
         freed: Whether `close` has freed everything, or is freeing it.
         closed_by: The cause of the close, in words; "" for the caller's `close`.
-        guard: Returns the guard of the `BatchRunner`'s calls, once a runner exists.
+        guard: One call at a time, of `ParallelEnv` and all its facades. `close` needs no entry.
     """
 
     name: str
@@ -65,11 +67,16 @@ class Source(ABC):
     closed: bool
     freed: bool
     closed_by: str = ""
-    guard: Callable[[], CallGuard | None] = staticmethod(
-        lambda: None
-    )  # a weak reference: the guard refers to this object
+    guard: CallGuard
 
     def __init__(self) -> None:
+        check_open = weakref.WeakMethod(self.check_open)  # the guard must not keep this object
+
+        def check() -> None:
+            if (checked := check_open()) is not None:
+                checked()
+
+        self.guard = CallGuard(check)
         self._closing: dict[str, tuple[int]] = {}  # the thread that closes everything now, under `_CLOSE`
 
     @property
@@ -132,8 +139,7 @@ class Source(ABC):
         """Have `check_open` say that this error has closed everything; call it before `close`."""
         if self.closed:
             return
-        guard = self.guard()
-        call = None if guard is None else guard[CALL]
+        call = self.guard[CALL]
         during, first_line = "" if call is None else f" in {call[0]}()", reports.first_line(error)
         if isinstance(error, KeyboardInterrupt):
             self.closed_by = f" by Ctrl-C{during}"
@@ -170,14 +176,22 @@ class Source(ABC):
         Also False if that call is this thread's own, or waits for the call that this thread is in: the caller is a
         signal handler or a callback.
         """
-        guard = self.guard()
-        call = None if guard is None else guard[CALL]
-        if get_ident() in (*claim, *([] if call is None else call[1:])):
+        if get_ident() in (*claim, *(self.guard[CALL] or ())):
             return False
         while self._closing.get(_CLOSE) is claim:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_TICK_S)
+        return True
+
+    def _wait_for_call(self, timeout: float) -> bool:
+        """Wait until the call of another thread has ended; False if it has not after so many seconds."""
+        call, deadline = self.guard[CALL], time.monotonic() + timeout
+        if call is not None and call[1] != get_ident():  # else a signal handler or a callback closes, or a fault
+            while self.guard[CALL] is call:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_TICK_S)
         return True
 
     @abstractmethod
@@ -192,8 +206,10 @@ class Source(ABC):
         """In a forked child process: forget everything, and touch nothing that the parent uses."""
 
 
-class Transitions(ABC):
+class Transitions(View[Sequence[Mapping[Any, Any]], Columns]):
     """Writes actions of many environments, reads their transitions, and knows the state of each environment.
+
+    As a `View`, actions are one dict by agent for each environment, and results five tuples of such dicts.
 
     Attributes:
         env_ids: All environments.
@@ -208,14 +224,8 @@ class Transitions(ABC):
     statistics: EpisodeStatistics
 
     @abstractmethod
-    def write_actions(
-        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
-    ) -> Any:
-        """Write one dict of actions for each environment; returns the payload of the step."""
-
-    @abstractmethod
-    def read(self, env_ids: Sequence[int], leftovers: Any, /) -> Columns:
-        """The transitions of environments that were received with these leftovers, as five tuples of dicts."""
+    def write(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int], *, stacked: bool = False) -> Any:
+        """Write one dict of actions for each environment; `stacked` if they come from arrays over environments."""
 
     @abstractmethod
     def masks(self, env_id: int) -> dict[AgentID, Any]:
@@ -262,5 +272,5 @@ class Transitions(ABC):
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that environments have been reset by the caller."""
 
-    def drop_memory(self) -> None:  # noqa: B027
+    def drop_memory(self) -> None:
         """Let go of shared memory: nothing is written or read any more, but the properties and `masks` still work."""

@@ -79,7 +79,7 @@ class EpisodeStatistics:
 
     @property
     def finished(self) -> list[FinishedEpisode]:
-        """The episodes that ended in the latest step; the runner makes it empty before each."""
+        """The episodes that ended in the latest step; the stepper makes it empty before each."""
         for columns in self._columns:
             for env_id, totals, terminated, truncated in zip(*(column.tolist() for column in columns)):
                 sums = self._sums(env_id, totals)

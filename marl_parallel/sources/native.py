@@ -3,7 +3,7 @@
 There are no workers and no shared memory: a step is one `send` with the actions of all environments, and one `receive`
 with arrays of all results::
 
-    BatchRunner  -->  SimulatorSource (dicts), SimulatorArrays (arrays)  -->  NativeSimulator: reset, send, receive
+    Stepper  -->  SimulatorSource (dicts), SimulatorArrays (arrays)  -->  NativeSimulator: reset, send, receive
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.error import AlreadyPendingCallError
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -41,6 +41,7 @@ from marl_parallel.core.source import Source, StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL
+from marl_parallel.core.view import check_one_for_each
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 EnvIds = NDArray[np.int32]
@@ -186,7 +187,7 @@ def check_simulator(simulator: NativeSimulator) -> None:
 
 
 class SimulatorSource(Source, Transitions):
-    """A native simulator as both the `Source` and the `Transitions` of a `BatchRunner`; it counts as one worker.
+    """A native simulator as both the `Source` and the `Transitions` of a `Batch`; it counts as one worker.
 
     The payload of a step is what `NativeSimulator.send` takes, and the leftovers of results are a `Received`. If the
     simulator raises, everything is closed.
@@ -515,10 +516,11 @@ class SimulatorSource(Source, Transitions):
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
-    def write_actions(
-        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    def write(
+        self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int], *, stacked: bool = False
     ) -> list[Any]:
         """What `NativeSimulator.send` takes; all actions become arrays, so `stacked` makes no difference."""
+        check_one_for_each(actions, env_ids)
         over, acting = self.over, self.acting
         used = [
             of_env if type(of_env) is dict and [*of_env] == acting[env_id]  # the most frequent case
@@ -549,7 +551,7 @@ class SimulatorSource(Source, Transitions):
             tree_map(together, *[column(agent, space) for agent in agents]) for space, agents in self._action_groups
         ]
 
-    def read(self, env_ids: Sequence[int], received: Received) -> Columns:
+    def read(self, env_ids: Sequence[int], received: Received, last: Any = None, /) -> Columns:
         self.note_received(received)
         observations = [stacking.column(received.observations[group], row) for group, row in self._group_of.values()]
         columns = observations, received.rewards.T, received.terminations.T, received.truncations.T
@@ -627,6 +629,7 @@ class SimulatorArrays(ArrayView):
     def __init__(self, pool: SimulatorSource) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
+        self._latest: Arrays | None = None
         self._no_envs = np.zeros(self._num_envs, np.bool_)  # none is restarted or recycled
         self._no_envs.flags.writeable = False
         # Groups with `Discrete` values, which simulators may return in another dtype than the space's.
@@ -634,9 +637,8 @@ class SimulatorArrays(ArrayView):
             any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
         ]
 
-    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
-        ids = self._pool.env_ids if env_ids is None else env_ids
-        by_agent = self._checked(actions, self._pool, ids)
+    def write(self, actions: Actions, env_ids: Sequence[int]) -> list[Any]:
+        by_agent = self._checked(actions, self._pool, env_ids)
 
         def column(agent: AgentID, space: Space[Any]) -> Any:
             values = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))
@@ -646,22 +648,26 @@ class SimulatorArrays(ArrayView):
                 raise ValueError(f"the actions of agent {agent!r}: {error}") from None
 
         groups = self._pool.grouped(column)
-        return groups if ids is self._pool.env_ids else tree_map(lambda array: array[[*ids]], groups)
+        return groups if env_ids is self._pool.env_ids else tree_map(lambda array: array[[*env_ids]], groups)
 
-    def read(self, received: Received) -> Arrays:
+    def read(self, env_ids: Sequence[int], received: Received, last: Arrays | None = None, /) -> Arrays:
+        if last is not None:
+            return self._read_some(received, last)
         if not self._pool.note_received(received):
             received = received.at(np.argsort(received.env_ids))
-        self._latest = self._arrays(received)
+        arrays = self._arrays(received)
         if self._target is not None:
-            tree_map(np.copyto, self._target, self._latest.observations)
-            self._latest = self._latest._replace(observations=self._target)
-        self._latest = self._with_finals(self._latest)
-        return self._latest
+            tree_map(np.copyto, self._target, arrays.observations)
+            arrays = arrays._replace(observations=self._target)
+        self._latest = arrays = self._with_finals(arrays)
+        return arrays
 
     def last(self) -> Arrays:
+        if self._latest is None:
+            raise ResetNeeded("reset all environments before stepping or resetting some of them")
         return self._latest  # includes what the caller has written into it since: a copy in each step would take time
 
-    def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
+    def _read_some(self, received: Received, last: Arrays) -> Arrays:
         self._pool.note_received(received)
         new = self._arrays(received)
         events: dict[str, Any] = {name: getattr(new, name)[received.env_ids] for name in EVENTS}
@@ -671,8 +677,8 @@ class SimulatorArrays(ArrayView):
             fields[name] = np.zeros_like(getattr(last, name))
         fields |= {name: np.zeros_like(last.alive) for name in EVENTS}
         placed = {name: stacking.placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
-        self._latest = self._with_finals(new._replace(**placed, shared_flags=False))
-        return self._latest
+        self._latest = arrays = self._with_finals(new._replace(**placed, shared_flags=False))
+        return arrays
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         pass  # environments that reset by themselves are never stepped one at a time

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stacked import StackedVecEnv as StackedVecEnv
     from marl_parallel.vector.stepper import Arrays as Arrays
     from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
+    from marl_parallel.vector.stepper import FacadeStepper as FacadeStepper
     from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.tianshou import TianshouVecEnv as TianshouVecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
@@ -60,7 +61,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
         [],
     ),
     "stacked": (["StackedVecEnv"], "", []),
-    "stepper": (["ArrayStepper", "Arrays", "Stacked"], "", []),
+    "stepper": (["ArrayStepper", "Arrays", "FacadeStepper", "Stacked"], "", []),
     "tianshou": (["TianshouVecEnv"], "Tianshou", ["tianshou"]),
     "torchrl": (["TorchRLEnv"], "TorchRL", ["torchrl"]),
 }

@@ -49,7 +49,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it. Training functions close it in the end.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`; needed if agents declare a `reward_space`.
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
         agents: All possible agents, always.
@@ -57,7 +57,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
         acting: By agent, `(num_envs,)`, bool: where it acts next.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or agents are not strings, or actions are dicts or tuples.
+        TypeError, ValueError: As `FacadeStepper`, or agents are not strings, or actions are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -75,7 +75,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         ArrayFacade.__init__(self, env, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        schema, agents = self._stepper.runner.schema, [str(agent) for agent in env.possible_agents]
+        schema, agents = self._stepper.schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
         for agent, space in schema.action_spaces.items():
@@ -111,7 +111,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
         Args:
             actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of agents that do not act are ignored, agents
                 that act in no environment may be left out, and a row of NaN means no action. Errors are as in
-                `ArrayStepper.step`.
+                `FacadeStepper.step`.
         """
         arrays: dict[str, NDArray[Any]] = {}
         for agent, values in actions.items():
@@ -121,7 +121,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
                     f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
                 )
         nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
-        acting = self._stepper.runner.transitions.acting if nan else []
+        acting = self._stepper.transitions.acting if nan else []
         if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows).tolist()):
             of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
             self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
@@ -132,7 +132,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
         return self._results(self._stepper.receive())
 
     def _actions(self, actions: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        declared = self._stepper.runner.schema.action_spaces
+        declared = self._stepper.schema.action_spaces
         return {agent: _formed(declared.get(agent), array) for agent, array in actions.items()}
 
     @exclusive("step_async")
@@ -154,7 +154,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
         rows = {agent: _array(action)[None] for agent, action in actions.items()}
-        declared = self._stepper.runner.schema.action_spaces
+        declared = self._stepper.schema.action_spaces
         return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
 
     def _results(self, arrays: Arrays) -> StepReturn:
@@ -202,7 +202,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         by_env: dict[int, list[dict[Any, Any]]] = {}
-        schema = self._stepper.runner.schema
+        schema = self._stepper.schema
         for env_id, infos in arrays.infos.items():
             next_episode = over is not None and bool(over[env_id])
             by_env[env_id] = agent_infos(env_id, infos, self.agents, self.agents, next_episode=next_episode)

@@ -9,12 +9,12 @@ from typing import Any, Generic, TypeVar, cast
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.array_view import Actions, Arrays
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runner import Options, Seeds
+from marl_parallel.stepper import Options, Seeds
 from marl_parallel.vector.forwarding import OfParallelEnv
 from marl_parallel.vector.scalarize import Scalarize
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.vector.stepper import FacadeStepper
 
 __all__ = ["ArrayFacade"]
 
@@ -44,7 +44,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
         num_envs: The number of environments.
 
     Raises:
-        TypeError, ValueError, ClosedEnvironmentError: As `ArrayStepper`.
+        TypeError, ValueError, ClosedEnvironmentError: As `FacadeStepper`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
         partial_resets: bool = False,
     ) -> None:
         options: dict[str, Any] = {"scalarize": scalarize, "vectors": vectors, "partial_resets": partial_resets}
-        self._stepper = ArrayStepper(env, self, *modes, copy=copy, **options)
-        self._guard = CallGuard(self._stepper.runner.check_open)
+        self._stepper = FacadeStepper(env, self, *modes, copy=copy, **options)
+        self._guard = self._stepper.batch.guard
         self.env = env
         self.num_envs: int = env.num_envs
 
@@ -66,7 +66,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
 
     @abstractmethod
     def _actions(self, actions: ActionsT) -> Actions:
-        """The argument of `step` as actions of an `ArrayStepper`; raises `TypeError` or `ValueError` if it is wrong."""
+        """The argument of `step` as actions of a `FacadeStepper`; raises `TypeError` or `ValueError` if it is wrong."""
 
     @abstractmethod
     def _results(self, arrays: Arrays) -> ResultsT:
@@ -99,7 +99,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
             env_ids: Which environments; None for all. The others' observations stay as they are.
 
         Raises:
-            RuntimeError, ValueError, ResetNeeded: As in `ArrayStepper.reset`.
+            RuntimeError, ValueError, ResetNeeded: As in `FacadeStepper.reset`.
         """
         arrays = self._stepper.reset(seed, options, env_ids)
         self._note_reset(env_ids)
@@ -122,7 +122,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
     def step(self, actions: ActionsT) -> ResultsT:
         """Step all environments; returns observations, rewards, terminations, truncations and infos.
 
-        Actions of agents that do not act are ignored. Errors are as in `ArrayStepper.step`.
+        Actions of agents that do not act are ignored. Errors are as in `FacadeStepper.step`.
         """
         return self._results(self._stepper.step(self._actions(actions)))
 

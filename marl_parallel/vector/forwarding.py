@@ -59,13 +59,13 @@ class OfParallelEnv:
 
 def simulators(facade: OfParallelEnv) -> list[Any]:
     """The simulators, one for each environment; `AttributeError` if they run in other processes or threads."""
-    runner = facade.env.runner
-    runner.check_open()
-    backend = None if runner.workers is None else runner.workers.pool.backend
+    stepper = facade.env.stepper
+    stepper.batch.check_open()
+    backend = None if stepper.workers is None else stepper.workers.pool.backend
     if not isinstance(backend, SerialBackend):
         raise AttributeError(
-            f"envs is available only with backend='serial', but this {type(facade).__name__} has {runner.source.name}, "
-            "whose simulators cannot be accessed: use get_attr, set_attr or call"
+            f"envs is available only with backend='serial', but this {type(facade).__name__} has "
+            f"{stepper.source.name}, whose simulators cannot be accessed: use get_attr, set_attr or call"
         )
     return [simulator for _, simulator in sorted(backend.simulators().items())]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
-from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.stepper import Options, Seeds
+from marl_parallel.vector.stepper import FacadeStepper
 
 ResultT = TypeVar("ResultT")
 
@@ -17,7 +17,7 @@ class Mailbox(Generic[ResultT]):
     """Sends requests to some environments at a time, and keeps results until the caller takes them out.
 
     Args:
-        stepper: The `ArrayStepper` of the facade.
+        stepper: The `FacadeStepper` of the facade.
         results: Makes the results of some environments, in order, from arrays; the last argument says whether they
             were reset. They must be copies.
 
@@ -27,7 +27,7 @@ class Mailbox(Generic[ResultT]):
     """
 
     def __init__(
-        self, stepper: ArrayStepper, results: Callable[[Arrays, Sequence[int], bool], Iterable[ResultT]]
+        self, stepper: FacadeStepper, results: Callable[[Arrays, Sequence[int], bool], Iterable[ResultT]]
     ) -> None:
         self._stepper, self._results = stepper, results
         self.stepping: dict[int, None] = {}
@@ -36,19 +36,19 @@ class Mailbox(Generic[ResultT]):
         self.begun: dict[int, ResultT] = {}
 
     def send(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int]) -> None:
-        """Begin to step environments; arguments and errors are as in `ArrayStepper.send_some`."""
+        """Begin to step environments; arguments and errors are as in `FacadeStepper.send_some`."""
         self._stepper.send_some(actions, env_ids)
         self.stepping.update(dict.fromkeys(env_ids))
 
     def send_resets(self, env_ids: Sequence[int], seed: Seeds = None, options: Options = None) -> None:
-        """Begin to reset environments; arguments and errors are as in `ArrayStepper.send_some_resets`."""
+        """Begin to reset environments; arguments and errors are as in `FacadeStepper.send_some_resets`."""
         self._stepper.send_some_resets(env_ids, seed, options)
         self.resetting.update(dict.fromkeys(env_ids))
 
     def receive(self, at_least: int = 1, timeout: float | None = None) -> None:
         """Wait for some results of any kind, and keep all that have come.
 
-        Arguments and errors are as in `ArrayStepper.receive_some`. After a `ResultDoesNotFit`, its environments are no
+        Arguments and errors are as in `FacadeStepper.receive_some`. After a `ResultDoesNotFit`, its environments are no
         longer in flight.
         """
         try:

@@ -41,7 +41,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`.
+        TypeError, ValueError: As `FacadeStepper`.
 
     Example:
         >>> from marl_parallel import make
@@ -56,21 +56,20 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
 
     def __init__(self, env: ParallelEnv) -> None:
         super().__init__(env, vectors=True)
-        self._runner = self._stepper.runner
         self._stepper.view.wants_info_arrays = True
         self.possible_agents = env.possible_agents
         self.max_num_agents = len(self.possible_agents)
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._batched = tuple(
             {agent: batch_space(declared[agent], self.num_envs) for agent in self.possible_agents}
-            for declared in (self._runner.schema.observation_spaces, self._runner.schema.action_spaces)
+            for declared in (self._stepper.schema.observation_spaces, self._stepper.schema.action_spaces)
         )
         self._present = self._acting = np.zeros((self.num_envs, len(self.possible_agents)), np.bool_)
 
     @property
     def agents(self) -> list[AgentID]:
         """The agents alive in any environment whose episode goes on."""
-        transitions = self._runner.transitions
+        transitions = self._stepper.transitions
         alive = {agent for agents, over in zip(transitions.alive, transitions.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
@@ -91,7 +90,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
     @property
     def over(self) -> NDArray[np.bool_]:
         """The environments whose episode has ended and that have not been reset: `(num_envs,)`, bool."""
-        return np.array(self._runner.transitions.over, np.bool_)
+        return np.array(self._stepper.transitions.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         """The batched observation space of one agent, for all environments."""
@@ -103,10 +102,10 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
 
     def single_observation_space(self, agent: AgentID) -> Space[Any]:
         """The observation space of one agent in one environment; other `single_` methods are similar."""
-        return self._runner.schema.observation_spaces[agent]
+        return self._stepper.schema.observation_spaces[agent]
 
     def single_action_space(self, agent: AgentID) -> Space[Any]:
-        return self._runner.schema.action_spaces[agent]
+        return self._stepper.schema.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any] | None:
         """The batched reward space of one agent, for all environments; None if its rewards are numbers."""
@@ -114,7 +113,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
         return None if space is None else batch_space(space, self.num_envs)
 
     def single_reward_space(self, agent: AgentID) -> Space[Any] | None:
-        return self._runner.schema.reward_spaces.get(agent)
+        return self._stepper.schema.reward_spaces.get(agent)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -156,24 +155,24 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     """One environment for PettingZoo's wrappers, tests and loops; `note` is called with the result of each call."""
 
     def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
-        runner = env.runner
-        if runner.mode is not AutoresetMode.DISABLED:
+        stepper = env.stepper
+        if stepper.mode is not AutoresetMode.DISABLED:
             raise ValueError(
-                f"single() needs a ParallelEnv with auto_reset=False, got AutoresetMode.{runner.mode.name}"
+                f"single() needs a ParallelEnv with auto_reset=False, got AutoresetMode.{stepper.mode.name}"
             )
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no environment {env_id!r}; env_id must be 0 to {env.num_envs - 1}")
-        self._env, self._runner, self._env_id, self._note = env, runner, env_id, note
+        self._env, self._stepper, self._env_id, self._note = env, stepper, env_id, note
         self.metadata, self.render_mode, self.possible_agents = env.metadata, env.render_mode, env.possible_agents
-        self.observation_spaces, self.action_spaces = runner.schema.observation_spaces, runner.schema.action_spaces
-        self.reward_spaces = runner.schema.reward_spaces
+        self.observation_spaces, self.action_spaces = stepper.schema.observation_spaces, stepper.schema.action_spaces
+        self.reward_spaces = stepper.schema.reward_spaces
         if env.state_space is not None:
             self.state_space = env.state_space
 
     @property
     def agents(self) -> list[AgentID]:
         """The agents alive; none once the episode is over."""
-        transitions = self._runner.transitions
+        transitions = self._stepper.transitions
         return [] if transitions.over[self._env_id] else [*transitions.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
@@ -189,7 +188,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
         """Begin a new episode; options are dropped if the simulator's own `reset` takes none."""
-        seeds, options = None if seed is None else [seed], options if self._runner.takes_options else None
+        seeds, options = None if seed is None else [seed], options if self._stepper.takes_options else None
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
         self._note(self._env_id, observations, {})
         return observations, infos
@@ -199,7 +198,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
-        alive = self._runner.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
+        alive = self._stepper.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
             {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(alive, flags[ALL])}
             for flags in (terminateds, truncateds)

@@ -127,11 +127,11 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, partial_resets=True)
-        self.env, self._runner, self._view = env, self._stepper.runner, self._stepper.view
+        self.env, self._view = env, self._stepper.view
         self._agents = tuple(self._view.agents)
         self._check_interface()
-        self._hands_on = self._runner.schema.joint_actions == "pymarl"
-        transitions = self._runner.transitions
+        self._hands_on = self._stepper.schema.joint_actions == "pymarl"
+        transitions = self._stepper.transitions
         self._checks = not self._hands_on or (isinstance(transitions, BlockTransitions) and transitions.checks)
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
@@ -142,7 +142,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._open = [True] * len(numbers)
         # The restarts of each at its latest reset that was carried out; -1 if it was rebuilt later in the same call.
         self._restarts = [0] * len(numbers)
-        self._runner.write_states()
+        self._stepper.batch.write_states()
         self._is_team = self._has_one_reward()  # None: the first step decides
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         for env_id in rebuilt:
             over = arrays.terminated[env_id] or arrays.truncated[env_id]
             self._latest[env_id], self._may_step[env_id] = kept, not over
-            self._restarts[env_id] = -1 if rebuilt[env_id] else self._runner.restarts_of(env_id)
+            self._restarts[env_id] = -1 if rebuilt[env_id] else self._stepper.batch.restarts_of(env_id)
         return [reply_of(env_id) for env_id in rebuilt]
 
     def _check_received(self, env_ids: Sequence[int] | None, name: str) -> None:
-        self._runner.check_open()
-        for env_id in self._runner.checked_ids(env_ids):
+        self._stepper.batch.check_open()
+        for env_id in self._stepper.batch.checked_ids(env_ids):
             if self._sent[env_id] or self._replies[env_id]:
                 raise AlreadyPendingCallError(
                     f"environment {env_id}: {name}() was called before the reply to a command has been received; call "
@@ -212,13 +212,13 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def _is_rebuilt(self, env_id: int) -> bool:
         """Whether it has been rebuilt since its latest reset."""
-        return self._runner.restarts_of(env_id) != self._restarts[env_id]
+        return self._stepper.batch.restarts_of(env_id) != self._restarts[env_id]
 
     # -- what the simulators are ---------------------------------------------------------------------------------------
 
     def _check_interface(self) -> None:
         """Raise `ValueError` unless the environments have PyMARL's interface."""
-        schema = self._runner.schema
+        schema = self._stepper.schema
         action_spaces = [schema.action_spaces[agent] for agent in self._agents]
         try:
             self.env.call("get_env_info", env_ids=[0])
@@ -288,7 +288,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             try:
                 self._carry_out()
             except ParallelEnvError:
-                if self._runner.source.closed:
+                if self._stepper.source.closed:
                     self._open = [False] * len(self._open)
                 raise
         reply = replies.popleft()
@@ -307,7 +307,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def _check_open(self, env_id: int) -> None:
         """Raise `ClosedEnvironmentError` if the connection is closed, or everything is."""
         if not self._open[env_id]:
-            self._runner.check_open()
+            self._stepper.batch.check_open()
             raise ClosedEnvironmentError(f"environment {env_id}: its connection has been closed")
 
     def _check_may_step(self, env_id: int) -> None:
@@ -411,7 +411,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def _by_agent(self, env_ids: Sequence[int], joint: list[NDArray[Any]]) -> list[Stacked]:
         """Integers `(k,)` or `(k, 1)`, or one-hot rows, as actions of the agents' spaces."""
-        space = self._runner.schema.action_spaces[self._agents[0]]
+        space = self._stepper.schema.action_spaces[self._agents[0]]
         one_hot = (len(self._agents), int(getattr(space, "n", 0)))
         whole = np.zeros((len(self._sent), len(self._agents)), np.int64)
         for env_id, of_env in zip(env_ids, joint):
@@ -429,7 +429,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def _has_team_reward(self, stepped: Sequence[int], rewards: Sequence[Sequence[float]]) -> bool:
         """Whether agents share a reward, judged by these environments, which have been stepped."""
         for env_id in stepped:
-            if self._runner.reports_restart(env_id):  # rebuilt after its step
+            if self._stepper.batch.reports_restart(env_id):  # rebuilt after its step
                 continue
             (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[env_id])
             # A custom adapter may not know it.
@@ -446,18 +446,20 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         for env_id in env_ids:
             self._latest[env_id], self._may_step[env_id] = kept, True
             # The process may have died after this environment's own reset, in the reset of another one.
-            rebuilt = self._runner.reports_restart(env_id)
-            self._restarts[env_id] = -1 if rebuilt else self._runner.restarts_of(env_id)
+            rebuilt = self._stepper.batch.reports_restart(env_id)
+            self._restarts[env_id] = -1 if rebuilt else self._stepper.batch.restarts_of(env_id)
             self._replies[env_id].append(reply_of(env_id))
 
     def _kept(self, seen: _Seen) -> _Seen:
         """What a restart may repeat: the caller may change the arrays of a reply."""
-        return seen.copied() if self._runner.restarts else seen
+        return seen.copied() if self._stepper.restarts else seen
 
     def _seen(self, arrays: Arrays) -> _Seen:
         """The states, masks and observations, in new arrays."""
         (observations,) = arrays.observations
-        return _Seen(self._runner.states_seen()[0].copy(), self._stepper.action_masks(self._agents), observations)
+        return _Seen(
+            self._stepper.batch.states_seen()[0].copy(), self._stepper.action_masks(self._agents), observations
+        )
 
     def _call(self, command: str, env_ids: list[int]) -> None:
         """Call a method of simulators. A fault raises no error if environments are restarted: the log reports it.
@@ -483,7 +485,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             return dict.fromkeys(env_ids, _Failure(error.with_traceback(None)))  # which would refer to this object
         except ParallelEnvError as error:
             failed = [env_id for env_id in env_ids if env_id in error.env_ids]
-            if self._runner.source.closed or name == "get_env_info" or not failed:
+            if self._stepper.source.closed or name == "get_env_info" or not failed:
                 raise
             others = [env_id for env_id in env_ids if env_id not in failed]
             return {**{env_id: {} for env_id in failed}, **(self._results(name, others) if others else {})}

@@ -27,7 +27,8 @@ from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.episode import dead_after
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
@@ -35,9 +36,9 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import NAMES
 from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.forwarding import OfParallelEnv
-from marl_parallel.vector.saving import key_of, load_states, saved_states
+from marl_parallel.vector.saving import facades_with, key_of
 from marl_parallel.vector.scalarize import Scalarize, as_number, reward_rules
-from marl_parallel.vector.stepper import open_runner
+from marl_parallel.vector.stepper import open_batch
 
 __doctest_requires__ = ["ray", "tree", "torch"]
 
@@ -62,7 +63,7 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
     Args:
         env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib stores observations. No other facade may step
             it. Agents need not be known beforehand.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`; needed if agents declare a `reward_space`.
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
         envs: A `MultiAgentEnv` for each environment, with its spaces and agents. It cannot be stepped.
@@ -88,14 +89,14 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         name = type(self).__name__
-        self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
-        self._guard, self._claim = CallGuard(runner.check_open), weakref.ref(self)
-        self._rules = reward_rules(name, scalarize, runner.schema.reward_spaces)
-        if not runner.transitions.copies:
+        batch = open_batch(env, name, [AutoresetMode.NEXT_STEP])
+        self._stepper, self._guard, self._claim = env.stepper, batch.guard, weakref.ref(self)
+        self._rules = reward_rules(name, scalarize, batch.schema.reward_spaces)
+        if not batch.transitions.copies:
             raise ValueError("RLlib stores observations, so it needs a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        seen, acts = runner.schema.observation_spaces, runner.schema.action_spaces
+        seen, acts = batch.schema.observation_spaces, batch.schema.action_spaces
         self.single_observation_spaces, self.single_action_spaces = _from_zero(seen), _from_zero(acts)
         self.single_observation_space, self.single_action_space = _joined(seen), _joined(acts)
         self._seen = seen if any(map(starts_elsewhere, seen.values())) else None
@@ -103,7 +104,7 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._resumed: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # what the next `reset` returns
         self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
-        self._filters = [EpisodeFilter(runner.transitions, env_id, self._came_back) for env_id in range(env.num_envs)]
+        self._filters = [EpisodeFilter(batch.transitions, env_id, self._came_back) for env_id in range(env.num_envs)]
 
     @exclusive("reset")
     def reset(
@@ -114,18 +115,19 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         Arguments and errors are as in `ParallelEnv.reset`. Raises `RuntimeError` if another facade steps this
         environment. Results in flight are dropped.
         """
-        self._runner.check_claim(self._claim)
+        self._stepper.batch.check_claim(self._claim)
         begun = self._resumed
         ids = [env_id for env_id in range(self.num_envs) if env_id not in begun]
         if ids:
             if begun and seed is not None and not isinstance(seed, int | np.integer):
                 seed = [seed[env_id] for env_id in ids]
-            some: Any = {"env_ids": ids} if begun else {}
-            observed, informed = self.env.reset(seed=seed, options=options, drain=True, **some)
+            some = ids if begun else None
+            self._stepper.drain(seed, options, some)
+            observed, *_, informed = self._stepper.reset(seed, options, some)
             results = zip(ids, self._observations(observed), informed)
             begun = begun | {env_id: self._filters[env_id].begin(*dicts) for env_id, *dicts in results}
         self._resumed = {}
-        self._runner.claim(self._claim)
+        self._stepper.batch.claim(self._claim)
         observations, infos = map(list, zip(*[begun[env_id] for env_id in range(self.num_envs)]))
         return observations, infos
 
@@ -136,7 +138,8 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         Returns:
             The state of each of `env_ids`.
         """
-        return saved_states(self._runner, key_of(self), env_ids, lambda _: None)
+        saved = self._stepper.save(env_ids)
+        return [to_bytes(state.with_facade(key_of(self), None)) for state in saved.values()]
 
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[EnvDicts, EnvDicts]:
@@ -149,13 +152,10 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         Returns:
             Observations of the agents that act, and infos, one dict by agent for each of these environments.
         """
-        self._runner.check_claim(self._claim)
-        loaded, leftovers = load_states(self._runner, key_of(self), states, env_ids)
-        self._runner.claim(self._claim)
-        assert self._runner.workers is not None
-        transitions = self._runner.workers.transitions
-        observed, *_, informed = transitions.read(tuple(loaded), leftovers)
-        begun = {}
+        self._stepper.batch.check_claim(self._claim)
+        loaded, (observed, *_, informed) = self._stepper.load(states, env_ids, facades_with(key_of(self)))
+        self._stepper.batch.claim(self._claim)
+        transitions, begun = self._stepper.transitions, {}
         for env_id, seen, infos in zip(loaded, self._observations(observed), informed):
             dead = dead_after(transitions.events_in(env_id), transitions.alive[env_id])
             begun[env_id] = self._filters[env_id].resume(seen, infos, dead)
@@ -172,9 +172,9 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         Raises `RuntimeError` if another facade steps this environment. Raises `ValueError` if an agent has come back
         after its end while others went on: RLlib's episodes cannot hold this. All environments have been stepped then.
         """
-        self._runner.claim(self._claim)
-        were_over = [*self._runner.transitions.over]
-        observed, *rest = self.env.step(self._actions(actions))
+        self._stepper.batch.claim(self._claim)
+        were_over = [*self._stepper.transitions.over]
+        observed, *rest = self._stepper.step(self._actions(actions))
         self._resumed = {}
         results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
         rows = [episode_filter.step(was_over, dicts) for episode_filter, was_over, dicts in results]
@@ -213,7 +213,7 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; called by `close`, once. Keywords are as in `ParallelEnv.close`."""
-        self._runner.release()
+        self._stepper.batch.release()
         self.env.close(**kwargs)
 
     def __del__(self) -> None:
@@ -338,7 +338,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         super().__init__()
         self._env, self._env_id = env, env_id
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
-        seen, acts = env.runner.schema.observation_spaces, env.runner.schema.action_spaces
+        seen, acts = env.stepper.schema.observation_spaces, env.stepper.schema.action_spaces
         self.observation_spaces, self.action_spaces = _from_zero(seen), _from_zero(acts)
         self.observation_space = _joined(seen) if seen else None
         self.action_space = _joined(acts) if acts else None

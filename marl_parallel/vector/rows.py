@@ -27,7 +27,7 @@ from marl_parallel.core.pickling import same
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
 from marl_parallel.core.transition import BEGAN, COMMON, ENDED, FINAL_OBS, RESET_INFO, WAS_DEAD
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.vector.stepper import FacadeStepper
 
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
 """Terminations and truncations, `(num_envs, agents)`."""
@@ -53,10 +53,10 @@ class AgentRows:
     """
 
     def __init__(
-        self, stepper: ArrayStepper, agents: Sequence[AgentID], advice: str = "", vectors_for: str = ""
+        self, stepper: FacadeStepper, agents: Sequence[AgentID], advice: str = "", vectors_for: str = ""
     ) -> None:
-        schema, view = stepper.runner.schema, stepper.view
-        self.agents, self.num_envs = tuple(agents), stepper.runner.num_envs
+        schema, view = stepper.schema, stepper.view
+        self.agents, self.num_envs = tuple(agents), stepper.num_envs
         self.num_rows = self.num_envs * len(agents)
         if not {*agents} <= {*view.agents} or len({*agents}) < len(agents) or not agents:
             raise ValueError(f"agents={[*agents]} must be some of {[*view.agents]}, each at most once")
@@ -225,12 +225,12 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
     return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
 
 
-def with_the_dead(arrays: Arrays, stepper: ArrayStepper) -> Arrays:
+def with_the_dead(arrays: Arrays, stepper: FacadeStepper) -> Arrays:
     """The arrays of a reset or load, which also say who is dead in the environments that stay as they were."""
     if arrays.plain:
         return arrays
     were_dead, ended = arrays.were_dead.copy(), arrays.ended.copy()
-    transitions, column = stepper.runner.transitions, {agent: at for at, agent in enumerate(stepper.view.agents)}
+    transitions, column = stepper.transitions, {agent: at for at, agent in enumerate(stepper.view.agents)}
     for env_id in range(len(were_dead)):
         for agent, events in transitions.events_in(env_id).items():
             if agent in column and not events & BEGAN:  # of the next episode, too

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from marl_parallel.core.pool.saved_states import to_bytes
-from marl_parallel.runner import BatchRunner
+from marl_parallel.core.pool.saved_states import EnvState
 
 FACADES = frozenset({
     "GymnasiumVectorEnv", "PyMARLConnections", "RLlibVectorMultiAgentEnv", "SB3VecEnv", "ShareVecEnv", "StackedVecEnv",
@@ -24,28 +23,14 @@ def key_of(facade: object) -> str:
     return key
 
 
-def saved_states(
-    runner: BatchRunner, key: str, env_ids: Sequence[int] | None, own_state: Callable[[int], Any]
-) -> list[bytes]:
-    """The states of environments, with what `own_state` returns for each; see `ParallelEnv.save_state`."""
-    saved = runner.save_state(env_ids)
-    return [to_bytes(state.with_facade(key, own_state(env_id))) for env_id, state in saved.items()]
+def facades_with(key: str) -> set[str]:
+    """The keys of values that a facade with this key may find in a state."""
+    return {*FACADES, *_FORMER, key}
 
 
-def load_states(
-    runner: BatchRunner, key: str, states: Sequence[bytes], env_ids: Sequence[int] | None
-) -> tuple[dict[int, Any], Any]:
-    """Load environments; see `ParallelEnv.load_state`.
-
-    Returns:
-        By environment, the facade's own value, or None; and the leftovers, of which transitions are read.
-
-    Raises:
-        ValueError: A state has values of a facade that is not one of this package's, and has another key.
-    """
-    loaded, leftovers = runner.load_state(states, env_ids, {*FACADES, *_FORMER, key})
-    own = {
+def own_values(loaded: Mapping[int, EnvState], key: str) -> dict[int, Any]:
+    """By environment, the facade's own value in a state, or None."""
+    return {
         env_id: {_FORMER.get(former, former): value for former, value in state.facade.items()}.get(key)
         for env_id, state in loaded.items()
     }
-    return own, leftovers

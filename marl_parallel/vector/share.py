@@ -222,7 +222,7 @@ class _Acted:
             )
 
     def stacked(self, actions: Any, acting: NDArray[np.bool_]) -> Stacked:
-        """Pick their actions, from `(num_envs, agents, d)` or lists of lists of arrays, for an `ArrayStepper`."""
+        """Pick their actions, from `(num_envs, agents, d)` or lists of lists of arrays, for a `FacadeStepper`."""
         whole = len(self.places) == acting.shape[1]
         if type(actions) is np.ndarray and not actions.dtype.hasobject:
             acted = actions if whole else actions[:, self._columns]
@@ -340,8 +340,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         if share not in ("auto", "state", "joined"):
             raise ValueError(f'share must be "auto", "state" or "joined", got {share!r}')
         super().__init__(env, AutoresetMode.SAME_STEP, scalarize=scalarize)
-        name, runner, view = type(self).__name__, self._stepper.runner, self._stepper.view
-        schema = runner.schema
+        name, stepper, view = type(self).__name__, self._stepper, self._stepper.view
+        schema = stepper.schema
         view.wants_info_arrays, view.writes_all = True, schema.all_may_act
         self.agents, self.n_agents = [*view.agents], len(view.agents)
         self._observed = [_Observed(name, view.agents[places[0]], space) for space, places in view.groups]
@@ -374,28 +374,27 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
             free = [np.ones((self.num_envs, len(acted.agents), *size), np.bool_) for acted, size in places]
             every = self._choices(free)
             self._all_choices = None if every.dtype.hasobject else every
-        self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
+        self._keeps_masks = stepper.restarts and self._has_share  # for the next step, which may be a restart
         self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}  # where restarts are possible
         self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
         self._last_masks: NDArray[Any] | None = None
 
     def _write_states(self, name: str) -> None:
-        runner = self._stepper.runner
-        space = runner.schema.state_space
+        space = self._stepper.schema.state_space
         if space is not None and not isinstance(space, spaces.Box):
             raise ValueError(
                 f'{name} takes states that are arrays, but state_space is {space}; pass share="joined" to join '
                 "observations in place of states"
             )
         try:
-            runner.write_states()
+            self._stepper.batch.write_states()
         except NotImplementedError as error:
             raise NotImplementedError(f'{error}; or pass share="joined" to join observations') from None
-        self._is_per_agent = runner.schema.state_per_agent
+        self._is_per_agent = self._stepper.schema.state_per_agent
 
     def _set_spaces(self, *, pad: bool) -> None:
         """Set the lists of spaces: the simulator's own if it has any, since its trainer may read more of these."""
-        schema = self._stepper.runner.schema
+        schema = self._stepper.schema
         by_group = zip(self._stepper.view.groups, self._observed)
         observed = {place: one.space for (_, places), one in by_group for place in places}
         acted = {place: one.space for one in self._acted for place in one.places}
@@ -529,7 +528,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
     def _share(self, groups: Sequence[NDArray[Any]]) -> NDArray[Any]:
         if not self._has_state:
             return self._for_all(self._joined(groups))
-        return self._for_all(self._stepper.runner.states_seen()[0])
+        return self._for_all(self._stepper.batch.states_seen()[0])
 
     def _available(self, arrays: Arrays) -> NDArray[Any]:
         if not self._has_masks:
@@ -550,7 +549,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
 
     def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
         """For each environment whose episode has ended, a function that makes the `original_...` entries of infos."""
-        states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
+        states = self._stepper.batch.states_seen()[1][ended] if self._has_state and ended else None
         finals, last_masks = arrays.final_observations, self._last_masks
 
         def original(place: int, env_id: int) -> dict[str, Any]:
@@ -588,7 +587,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
 
     def _infos(self, arrays: Arrays, bad: NDArray[np.bool_] | None, ended: Sequence[int]) -> ShareInfos:
         originals = self._originals(arrays, ended) if ended else {}
-        before = self._before_restarts(arrays, ended) if self._stepper.runner.restarts else {}
+        before = self._before_restarts(arrays, ended) if self._stepper.restarts else {}
         return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals, before)
 
     def _before_restarts(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Mapping[Any, Any]]:
@@ -626,7 +625,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
     @property
     def closed(self) -> bool:
         """Whether it has been closed."""
-        return self._stepper.runner.source.closed
+        return self._stepper.source.closed
 
 
 class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]):
@@ -658,7 +657,7 @@ class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArra
             agents, one after the other. `"auto"`: `"state"` if the simulator has one.
         pad: Whether observations and actions of different sizes are padded with zeros, and with actions that are not
             available. The lists of spaces have the padded ones.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`.
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`.
 
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
@@ -669,7 +668,7 @@ class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArra
             lists, if it has any.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`; or a space is of another kind, or cannot be padded.
+        TypeError, ValueError: As `FacadeStepper`; or a space is of another kind, or cannot be padded.
         NotImplementedError: `share="state"` without a state.
 
     Example:

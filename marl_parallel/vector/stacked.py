@@ -123,14 +123,14 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
             `observation_padding` marks what is not padding.
         with_state: Whether each reset and step reads the global states, which takes as long as a call of the
             simulator's `state()`.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`. By default, vector rewards have the shape
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`. By default, vector rewards have the shape
             `(num_envs, k, num_objectives)`.
         infos: The form of infos. `"dict"`: by environment, without environments that have none, so read them with
             `infos.get(i, {})`. `"list"`: a list of `num_envs` dicts by agent, empty where there are none.
 
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
-        stepper: The `ArrayStepper` below.
+        stepper: The `FacadeStepper` below: its methods do not check that only one call runs at a time.
         num_envs: The number of environments.
         agents: The agents, in the order of groups and of the agents in them.
         num_agents: The number of agents.
@@ -151,7 +151,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
             a restart, the last known state.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`; or `group_map` does not have every agent once, or a group's spaces
+        TypeError, ValueError: As `FacadeStepper`; or `group_map` does not have every agent once, or a group's spaces
             differ.
         NotImplementedError: `with_state`, but the environments have no global state.
 
@@ -186,10 +186,10 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         super().__init__(env, scalarize=scalarize, vectors=scalarize is None)
         self._lists_infos = infos == "list"
         self.stepper = self._stepper
-        runner = self.stepper.runner
+        schema = self.stepper.schema
         agents = self.stepper.view.agents
         if group_map is None:
-            self.group_map = groups_by_space(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
+            self.group_map = groups_by_space(agents, schema.observation_spaces, schema.action_spaces)
         else:
             self.group_map = {name: [*members] for name, members in group_map.items()}
         self.agents = [agent for members in self.group_map.values() for agent in members]
@@ -205,7 +205,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         # Whether the arrays of the stepper are the facade's own: all agents in order, with one array of observations.
         self._is_whole = (
             self._only is not None and len(self._only.rows) == 1 and self.agents == agents
-            and self.stepper.view.is_one_stack and not runner.schema.reward_spaces
+            and self.stepper.view.is_one_stack and not schema.reward_spaces
         )  # fmt: skip
         takes_array = not any(isinstance(one.action_space, spaces.Dict | spaces.Tuple) for one in self._groups.values())
         self._takes_whole = self._is_whole and takes_array
@@ -216,8 +216,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self._same_step = self.stepper.mode is AutoresetMode.SAME_STEP
         self.state_space: Any = None
         if with_state:
-            runner.write_states()
-            self.state_space = runner.schema.state_space
+            self.stepper.batch.write_states()
+            self.state_space = schema.state_space
         self._forget()
 
     def _forget(self) -> None:
@@ -235,7 +235,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         """From now on, step only a range of environments, while copies of this object step the others.
 
         Only `step_async` and `step_wait` may be called, after the `reset` of the original; errors are as in
-        `ArrayStepper.narrow`.
+        `FacadeStepper.narrow`.
         """
         self._stepper = self.stepper = copy.copy(self.stepper)
         self.stepper.narrow(env_ids)
@@ -243,7 +243,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self._forget()
 
     def _group(self, name: str, agents: Sequence[AgentID], *, pad: bool, vectors_for: str) -> _Group:
-        schema = self.stepper.runner.schema
+        schema = self.stepper.schema
         observed, acted = schema.observation_spaces, schema.action_spaces
         lots = agents_alike(agents, observed, acted)
         if len(lots) > 1 and not pad:
@@ -318,7 +318,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
 
     def _note_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
-        current, final = (states[env_ids[0] : env_ids[-1] + 1] for states in self.stepper.runner.states_seen())
+        current, final = (states[env_ids[0] : env_ids[-1] + 1] for states in self.stepper.batch.states_seen())
         self.state = current.copy()
         if not self._same_step:
             self.final_state = self.state
@@ -356,14 +356,14 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         return self._only.of(array) if self._only is not None else self._grouped(lambda group: group.of(array))
 
     def stacked(self, observations: Sequence[Any]) -> Grouped:
-        """Group observations of the `ArrayStepper`'s view, `(n, agents, ...)` by its groups; views if possible."""
+        """Group observations of the `FacadeStepper`'s view, `(n, agents, ...)` by its groups; views if possible."""
         return self._grouped(lambda group: group.observations(observations))
 
     @property
     def action_masks(self) -> Grouped:
         """Grouped; bool `(num_envs, k, n)`: which actions are legal, of `Discrete` or `MultiDiscrete` actions.
 
-        All actions are legal where an agent has no mask; padding never is. See `ArrayStepper.action_masks` for errors.
+        All actions are legal where an agent has no mask; padding never is. See `FacadeStepper.action_masks` for errors.
         """
         return self._grouped(lambda group: group.masks(self.stepper.action_masks))
 

@@ -1,7 +1,8 @@
-"""`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments, for facades.
+"""`FacadeStepper`: a `Stepper` of a `ParallelEnv` with arrays over all environments, for one facade.
 
-A facade has one library's shapes and names, and `ArrayStepper` the checks of all facades. Below it, `BatchRunner`
-(`env.runner`) resets and steps, and an `ArrayView` (`core/array_view.py`) writes actions and reads transitions.
+A facade has one library's shapes and names, and `FacadeStepper` the checks of all facades: who steps, and in which
+order calls come. Its `ArrayView` (`core/array_view.py`) writes actions and reads transitions. `ArrayStepper` is the
+same for facades whose methods do not make sure that only one call runs at a time: its own do.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.arguments import check_one_for_each
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, Joint, ResultDoesNotFit, Stacked
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint, ResultDoesNotFit, Stacked
 from marl_parallel.core.arrays import action_masks
-from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runner import BatchRunner, Options, Seeds
+from marl_parallel.runner import BatchRunner, deprecated_runner
+from marl_parallel.stepper import Batch, Options, Seeds, Stepper
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 from marl_parallel.vector.forwarding import OfParallelEnv
-from marl_parallel.vector.saving import key_of, load_states, saved_states
+from marl_parallel.vector.saving import facades_with, key_of, own_values
 from marl_parallel.vector.scalarize import Scalarize, reward_rules
 
-__all__ = ["ArrayStepper", "Arrays", "Joint", "Stacked"]
+__all__ = ["ArrayStepper", "Arrays", "FacadeStepper", "Joint", "Stacked"]
 
 
-class ArrayStepper(OfParallelEnv):
+class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
     """Resets and steps all environments of a `ParallelEnv` with arrays, for one facade.
 
     The arrays have one row for each environment and one column for each possible agent; see `Arrays`. They are the
-    facade's own, except observations with `copy=False`. A call in the middle of another call of the stepper or its
-    `ParallelEnv` raises `AlreadyPendingCallError`. `docs/extending.md` shows how to write a facade.
+    facade's own, except observations with `copy=False`. The facade makes sure that only one call runs at a time, as
+    `ArrayFacade` does.
 
     Args:
         env: The `ParallelEnv`. All its agents are known beforehand and declare both spaces.
@@ -52,9 +55,8 @@ class ArrayStepper(OfParallelEnv):
     Attributes:
         env: The `ParallelEnv`.
         env_ids: The environments that it steps: all, or the range passed to `narrow`.
-        runner: Its `BatchRunner`, with `schema`, and by environment `transitions.acting`, `.alive` and `.over`.
+        schema, mode, restarts, takes_options, transitions, batch: As in `Stepper`.
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
-        mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset, and after `close`.
         in_flight: Whether a step or reset is in flight, from `send` until `receive`, or `send_reset` until
             `receive_reset`.
@@ -63,19 +65,6 @@ class ArrayStepper(OfParallelEnv):
         TypeError, ClosedEnvironmentError: `env` is not a `ParallelEnv`, or is closed.
         ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
             results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
-
-    Example:
-        >>> from marl_parallel import make
-        >>> class Facade:
-        ...     def __init__(self, env):
-        ...         self.stepper = ArrayStepper(env, self)
-        >>> stepper = Facade(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)).stepper
-        >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
-        (4, 3, 18)
-        >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
-        >>> arrays.rewards.shape, arrays.truncated.tolist()
-        ((4, 3), [False, False, False, False])
-        >>> stepper.close()
     """
 
     def __init__(
@@ -89,11 +78,8 @@ class ArrayStepper(OfParallelEnv):
         partial_resets: bool = False,
     ) -> None:
         name = type(facade).__name__
-        self.env, self.runner = env, open_runner(env, name, modes or tuple(AutoresetMode))
-        self.mode = self.runner.mode
-        self._facade, self._guard = weakref.ref(facade), self.runner.guard
-        self._saved_as = key_of(facade)
-        schema, transitions = self.runner.schema, self.runner.transitions
+        batch = open_batch(env, name, modes or tuple(AutoresetMode))
+        schema = batch.schema
         if not schema.possible_agents:
             raise ValueError(f"{name} needs to know all agents beforehand, but possible_agents is empty")
         for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
@@ -104,16 +90,22 @@ class ArrayStepper(OfParallelEnv):
                     )
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
-        self.runner.check_batch_size(name, partial_resets=partial_resets)
-        self._copies = transitions.copies if copy is None else copy
-        self.env_ids = self.runner.env_ids
+        batch.check_batch_size(name, partial_resets=partial_resets)
+        self._copies = batch.transitions.copies if copy is None else copy
+        super().__init__(batch, batch.arrays(copy=self._copies))
+        self.view: ArrayView
+        self.env, self._facade, self._saved_as = env, weakref.ref(facade), key_of(facade)
         self._some: tuple[int, ...] | None = None  # the range passed to `narrow`
-        self.view = self.runner.view(copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
         self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
         # After an error in `receive_some`: environments that were stepped and reset, and the arrays with their results.
         self._read: tuple[set[int], set[int], Arrays] | None = None
+
+    @property
+    def runner(self) -> BatchRunner:
+        """Deprecated: use this object."""
+        return deprecated_runner(self.batch, "stepper.runner", "the stepper itself")
 
     def narrow(self, env_ids: range) -> None:
         """From now on, step only a range of environments, while copies of this object step the others.
@@ -123,12 +115,11 @@ class ArrayStepper(OfParallelEnv):
         Raises:
             ValueError: Native simulators, which step all environments at once.
         """
-        if self.runner.workers is None:
+        if self.workers is None:
             raise ValueError("a native simulator steps all its environments at once: it cannot step only some of them")
         self.env_ids = self._some = tuple(env_ids)
-        self.view = self.runner.view(copy=self._copies, env_ids=env_ids)
+        self.view = self.batch.arrays(copy=self._copies, env_ids=env_ids)
 
-    @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> Arrays:
         """Begin new episodes.
 
@@ -143,23 +134,21 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be reset, but the others have never been reset.
         """
         last = self._last_before_reset("reset", env_ids)
-        ids, leftovers = self.runner.reset(seed, options, env_ids)
-        self.runner.claim(self._facade)
+        ids, leftovers = self._reset(seed, options, env_ids)
+        self.batch.claim(self._facade)
         self._forget(ids)
-        return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
+        return self._noted(self.view.read(ids, leftovers, last))
 
-    @exclusive("reset_async")
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
         """Begin to reset and return; `receive_reset` returns the result. Arguments and errors are as in `reset`."""
         last = self._last_before_reset("reset_async", env_ids)
-        self.runner.check_idle("reset_async")
-        self.runner.send_reset(seed, options, env_ids)
-        self.runner.claim(self._facade)
-        self._resetting = self.runner.checked_ids(env_ids), last
+        self.batch.check_idle("reset_async")
+        self._send_reset(seed, options, env_ids)
+        self.batch.claim(self._facade)
+        self._resetting = self.batch.checked_ids(env_ids), last
         self._forget(self._resetting[0])
         self.in_flight = True
 
-    @exclusive("save_state")
     def save_state(
         self, env_ids: Sequence[int] | None = None, facade_state: Callable[[int], Any] = lambda _: None
     ) -> list[bytes]:
@@ -169,9 +158,9 @@ class ArrayStepper(OfParallelEnv):
             env_ids: Which environments; None for all.
             facade_state: Returns the facade's own state of an environment, which must be picklable.
         """
-        return saved_states(self.runner, self._saved_as, env_ids, facade_state)
+        saved = self._save(env_ids)
+        return [to_bytes(one.with_facade(self._saved_as, facade_state(env_id))) for env_id, one in saved.items()]
 
-    @exclusive("load_state")
     def load_state(
         self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
     ) -> tuple[Arrays, dict[int, Any]]:
@@ -191,24 +180,24 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be loaded, but the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
-        own, leftovers = load_states(self.runner, self._saved_as, states, env_ids)
-        self.runner.claim(self._facade)
-        arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(own), leftovers, last)
+        loaded, leftovers = self._load(states, env_ids, facades_with(self._saved_as))
+        self.batch.claim(self._facade)
+        own = own_values(loaded, self._saved_as)
+        arrays = self.view.read(tuple(own), leftovers, last)
         self._forget(own)
         return self._noted(arrays), own
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """The arrays from which a reset takes the rows of other environments; None if all are reset."""
-        self.runner.check_claim(self._facade)
-        if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
-            self.runner.check_idle(name)  # the reset of all may be in flight
+        self.batch.check_claim(self._facade)
+        if env_ids is not None and self.latest is None and len(env_ids) < self.num_envs:
+            self.batch.check_idle(name)  # the reset of all may be in flight
             raise ResetNeeded(
                 "reset or load all environments before loading some of them" if name == "load_state"
                 else "reset all environments before resetting some of them"
             )  # fmt: skip
         return None if env_ids is None or self.latest is None else self.view.last()
 
-    @exclusive("step")
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
         """Step environments.
 
@@ -224,28 +213,20 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        runner, view = self.runner, self.view
-        if runner.stepped_by is not self._facade or self.in_flight or self.latest is None or self._read is not None:
+        is_mine = self.batch.stepped_by is self._facade
+        if not is_mine or self.in_flight or self.latest is None or self._read is not None:
             self._check_may_step("step")
-        ids = runner.ids_to_step(env_ids)
-        written = view.write(actions, ids)
-        last = None if len(ids) == runner.num_envs or self.latest is None else view.last()
-        leftovers = runner.step(ids, written)
-        arrays = view.read(leftovers) if last is None else view.read_some(ids, leftovers, last)
-        self.latest = arrays
+        self.latest = arrays = super().step(actions, env_ids)
         return self._noted(arrays) if self._reward_spaces else arrays
 
-    @exclusive("step_async")
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return; `receive` returns the result.
 
         Arguments and errors are as in `step`.
         """
         self._check_may_step("step_async")
-        self.runner.send(self.env_ids, self.view.write(actions), together=True)
-        self.in_flight = True
+        self._send(self.view.write(actions, self.env_ids))
 
-    @exclusive("step_async")
     def send_some(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int]) -> None:
         """Begin to step some environments, while others may be in flight; `receive_some` returns the results.
 
@@ -253,23 +234,20 @@ class ArrayStepper(OfParallelEnv):
             actions: A dict by agent for each of `env_ids`, as for `ParallelEnv.send`. Errors are as in `send`.
             env_ids: Which environments.
         """
-        self.runner.claim(self._facade)
-        ids = self.runner.checked_ids(env_ids)
-        self.runner.check_idle("step_async", ids)
+        self.batch.claim(self._facade)
+        ids = self.batch.checked_ids(env_ids)
+        self.batch.check_idle("step_async", ids)
         self._check_received("step_async", ids)
-        self.runner.check_has_reset(ids, "step_async")
-        check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.transitions.write_actions(ids, actions, stacked=True))
+        self.batch.check_has_reset(ids, "step_async")
+        self.source.send(Message.STEP, ids, self.transitions.write(actions, ids, stacked=True) or None)
 
-    @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None, options: Options = None) -> None:
         """Begin to reset some environments, while others may be in flight; `receive_some` returns the results."""
-        self.runner.check_claim(self._facade)
-        self.runner.send_reset(seed, options, env_ids)
-        self.runner.claim(self._facade)
+        self.batch.check_claim(self._facade)
+        self._send_reset(seed, options, env_ids)
+        self.batch.claim(self._facade)
         self._forget(env_ids)
 
-    @exclusive("recv")
     def receive_some(
         self, min_envs: int = 1, timeout: float | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...], Arrays]:
@@ -287,15 +265,15 @@ class ArrayStepper(OfParallelEnv):
         """
         stepped, begun, last = self._read or (set[int](), set[int](), self.view.last())
         came = len(stepped) + len(begun)
-        if came and (min_envs <= came or not self.runner.source.in_flight):
+        if came and (min_envs <= came or not self.source.in_flight):
             self._read = None
             return tuple(sorted(stepped)), tuple(sorted(begun)), last
-        results = self.runner.recv(max(min_envs - came, 0), timeout)
+        results = self._received(max(min_envs - came, 0), timeout)
         self._read = None
         begun |= {*results.resets}
         stepped |= {*results.env_ids} - begun
         try:
-            arrays = self._noted(self.view.read_some(sorted(results.env_ids), results.leftovers, last))
+            arrays = self._noted(self.view.read(sorted(results.env_ids), results.leftovers, last))
         except ResultDoesNotFit as error:
             stepped -= {*error.env_ids}
             begun -= {*error.env_ids}
@@ -304,16 +282,15 @@ class ArrayStepper(OfParallelEnv):
             raise
         return tuple(sorted(stepped)), tuple(sorted(begun)), arrays
 
-    @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """Like `send`, with a dict by agent for each environment, as for `ParallelEnv.step`."""
         self._check_may_step("step_async")
-        ids = self.runner.env_ids
-        check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.transitions.write_actions(ids, actions, stacked=True), together=True)
+        self._send(self.transitions.write(actions, self.env_ids, stacked=True))
+
+    def _send(self, payload: Any) -> None:
+        self.source.send(Message.STEP, self.env_ids, payload or None, together=True)
         self.in_flight = True
 
-    @exclusive("step_wait")
     def receive(self, timeout: float | None = None) -> Arrays:
         """Wait for the result of `send`, `timeout` seconds at most, and return it.
 
@@ -322,25 +299,24 @@ class ArrayStepper(OfParallelEnv):
             TimeoutError: The timeout has passed; nothing is lost, and this can be called again.
             ValueError, ParallelEnvError: As in `step`, when all has been stepped.
         """
-        self.runner.check_open()
+        self.batch.check_open()
         if not self.in_flight or self._resetting is not None:
             raise NoAsyncCallError(
                 "step_wait() was called without a step_async() before it: call step_async() first", "step_wait"
             )
-        return self._noted(self.view.read(self._received(timeout)))
+        return self._noted(self.view.read(self.env_ids, self._take(timeout)))
 
-    @exclusive("reset_wait")
     def receive_reset(self, timeout: float | None = None) -> Arrays:
         """Wait for the result of `send_reset`, and return it. Arguments and errors are as in `receive`."""
-        self.runner.check_open()
+        self.batch.check_open()
         if self._resetting is None:
             raise NoAsyncCallError(
                 "reset_wait() was called without a reset_async() before it: call reset_async() first", "reset_wait"
             )
-        leftovers, (ids, last) = self._received(timeout), self._resetting
+        leftovers, (ids, last) = self._take(timeout), self._resetting
         self._resetting = None
         self._forget(ids)
-        return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
+        return self._noted(self.view.read(ids, leftovers, last))
 
     def discard(self) -> None:
         """Wait for the step or reset in flight, and drop its result; errors are as in `receive`."""
@@ -349,11 +325,11 @@ class ArrayStepper(OfParallelEnv):
         elif self.in_flight:
             self.receive()
 
-    def _received(self, timeout: float | None) -> Any:
+    def _take(self, timeout: float | None) -> Any:
         """The leftovers of what is in flight."""
         self.in_flight = False
         try:
-            return self.runner.recv(timeout=timeout, env_ids=self._some).leftovers
+            return self._received(None, timeout, self._some).leftovers
         except (TimeoutError, TypeError, ValueError) as error:  # too early, or no timeout: it can be called again
             self.in_flight = not isinstance(error, ParallelEnvError)
             raise
@@ -388,8 +364,8 @@ class ArrayStepper(OfParallelEnv):
             ((2, 2, 9), dtype('bool'))
             >>> stepper.close()
         """
-        self.runner.check_open()
-        masks = action_masks(self.runner.transitions, self.runner.schema, agents)
+        self.batch.check_open()
+        masks = action_masks(self.transitions, self.schema, agents)
         return masks if self._some is None else masks[self._some[0] : self._some[-1] + 1]
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -398,26 +374,26 @@ class ArrayStepper(OfParallelEnv):
 
     def own(self, observation: Any) -> Any:
         """A last observation (`final_obs`) in arrays of the caller's own: a copy if `env` returns views."""
-        return observation if self.runner.transitions.copies else stacking.copied(observation)
+        return observation if self.transitions.copies else stacking.copied(observation)
 
     def close(self, **keywords: Any) -> None:
         """Close the environment, with the keywords of `ParallelEnv.close`."""
         self.in_flight = False
         self._read = None
         self.latest = None  # observations of a rollout are in memory that workers shared
-        self.runner.release()
+        self.batch.release()
         self.env.close(**keywords)
 
     def _check_may_step(self, name: str) -> None:
-        self.runner.claim(self._facade)
+        self.batch.claim(self._facade)
         if self.in_flight:
             what, wait = ("step", "step_wait") if self._resetting is None else ("reset", "reset_wait")
             raise AlreadyPendingCallError(f"{name}() was called while a {what} is in flight: call {wait}() first", name)
         if name == "step_async" or self.latest is None:
-            self.runner.check_idle(name, self._some)
+            self.batch.check_idle(name, self._some)
         self._check_received(name, self.env_ids)
         if self.latest is None:  # else all have been reset
-            self.runner.check_has_reset(self.env_ids, name)
+            self.batch.check_has_reset(self.env_ids, name)
 
     def _check_received(self, name: str, env_ids: Iterable[int]) -> None:
         """Raise `AlreadyPendingCallError` if results of these environments wait for the next `receive_some`."""
@@ -462,12 +438,55 @@ class ArrayStepper(OfParallelEnv):
         return arrays
 
 
-def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
+class ArrayStepper(FacadeStepper):
+    """A `FacadeStepper` that itself makes sure that only one call runs at a time.
+
+    A call in the middle of another call of the stepper, its `ParallelEnv` or another facade raises
+    `AlreadyPendingCallError`. Arguments, attributes and methods are those of `FacadeStepper`. `docs/extending.md` shows
+    how to write a facade.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> class Facade:
+        ...     def __init__(self, env):
+        ...         self.stepper = ArrayStepper(env, self)
+        >>> stepper = Facade(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)).stepper
+        >>> stepper.reset(seed=1).observations[0].shape  # one group: all agents have the same observation space
+        (4, 3, 18)
+        >>> arrays = stepper.step([Stacked(tuple(stepper.view.agents), np.zeros((4, 3), np.int64))])
+        >>> arrays.rewards.shape, arrays.truncated.tolist()
+        ((4, 3), [False, False, False, False])
+        >>> stepper.close()
+    """
+
+    # mypy takes the arguments to be those of `Stepper.reset`.
+    reset = exclusive("reset")(FacadeStepper.reset)
+    send_reset = exclusive("reset_async")(FacadeStepper.send_reset)
+    receive_reset = exclusive("reset_wait")(FacadeStepper.receive_reset)
+    step = exclusive("step")(FacadeStepper.step)  # type: ignore[arg-type]
+    send = exclusive("step_async")(FacadeStepper.send)
+    send_dicts = exclusive("step_async")(FacadeStepper.send_dicts)
+    receive = exclusive("step_wait")(FacadeStepper.receive)
+    send_some = exclusive("step_async")(FacadeStepper.send_some)
+    send_some_resets = exclusive("reset_async")(FacadeStepper.send_some_resets)
+    receive_some = exclusive("recv")(FacadeStepper.receive_some)
+    save_state = exclusive("save_state")(FacadeStepper.save_state)
+    load_state = exclusive("load_state")(FacadeStepper.load_state)
+    state = exclusive("state")(FacadeStepper.state)
+
+    @property
+    def _guard(self) -> CallGuard:
+        return self.batch.guard
+
+
+def open_batch(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> Batch:
+    """The environments of a `ParallelEnv` that is open and has one of these auto-reset modes; else raises."""
     if not isinstance(env, ParallelEnv):
         raise TypeError(
             f"{facade} takes a ParallelEnv, got {type(env).__name__}: pass ParallelEnv([constructor] * num_envs), "
             "or make(...) without facade="
         )
-    env.runner.check_open()
-    env.runner.check_mode(facade, modes)
-    return env.runner
+    batch = env.stepper.batch
+    batch.check_open()
+    batch.check_mode(facade, modes)
+    return batch

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from marl_parallel.core import stacking
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import tree_map
-from marl_parallel.runner import Options, Seeds
+from marl_parallel.stepper import Options, Seeds
 
 if TYPE_CHECKING:
     from marl_parallel.vector.stacked import Grouped, Infos, StackedVecEnv, StepReturn

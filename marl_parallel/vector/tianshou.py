@@ -19,7 +19,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.joining import flat_box, flat_values
 from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
@@ -29,7 +29,7 @@ from marl_parallel.vector.forwarding import OfParallelEnv, rendered
 from marl_parallel.vector.mailbox import Mailbox
 from marl_parallel.vector.rows import common_info
 from marl_parallel.vector.scalarize import Scalarize
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.vector.stepper import FacadeStepper
 
 __doctest_requires__ = ["tianshou"]
 
@@ -54,7 +54,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         wait_num: How many environments `step` waits for, while the others continue (`is_async`). None for all.
         timeout: Seconds that `step` waits for `wait_num` environments; after that, for the first one. None for no
             limit.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`.
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`.
 
     Attributes:
         action_space: A list with the action space of each environment: the agent's; with several agents, a
@@ -69,7 +69,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     Raises:
         TypeError: An agent observes tuples, which Tianshou does not support, or values without a fixed size.
-        ValueError: As `ArrayStepper`; or an action is not an array of numbers; or the agents' actions do not make one
+        ValueError: As `FacadeStepper`; or an action is not an array of numbers; or the agents' actions do not make one
             `MultiDiscrete` or `Box`.
 
     Example:
@@ -93,17 +93,17 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         timeout: float | None = None,
         scalarize: Scalarize | None = None,
     ) -> None:
-        self._stepper = ArrayStepper(
+        self._stepper = FacadeStepper(
             env, self, AutoresetMode.DISABLED, copy=True, scalarize=scalarize, partial_resets=True
         )
-        self._guard = CallGuard(self._stepper.runner.check_open)
+        self._guard = self._stepper.batch.guard
         self.env, self.env_num = env, env.num_envs
         self.wait_num = env.num_envs if wait_num is None else checked_integer(wait_num, "wait_num", 1, " or None")
         if self.wait_num > self.env_num:
             raise ValueError(f"wait_num={wait_num}, but there are only {self.env_num} environments")
         self.timeout = checked_timeout(timeout, "timeout")
         self.is_async = self.wait_num < self.env_num or timeout is not None
-        schema, self._agents = self._stepper.runner.schema, tuple(self._stepper.view.agents)
+        schema, self._agents = self._stepper.schema, tuple(self._stepper.view.agents)
         acted = {agent: schema.action_spaces[agent] for agent in self._agents}
         seen = {agent: schema.observation_spaces[agent] for agent in self._agents}
         self._has_masks = bool(schema.mask_spaces)  # masks outside observations and infos
@@ -300,7 +300,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     def _are_ready(self, env_ids: Sequence[int]) -> None:
         """Environments whose results cannot be returned are no longer being stepped."""
         self._resumed = {}
-        over = self._stepper.runner.transitions.over
+        over = self._stepper.transitions.over
         for env_id in env_ids:
             self._over[env_id] = over[env_id]
             if env_id in self.waiting_id:
@@ -384,7 +384,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     def _ids(self, ids: Ids) -> list[int]:
         if ids is None:
             return self._all
-        return [*self._stepper.runner.checked_ids([ids] if np.isscalar(ids) else [*ids])]  # type: ignore[misc,list-item]
+        return [*self._stepper.batch.checked_ids([ids] if np.isscalar(ids) else [*ids])]  # type: ignore[misc,list-item]
 
     def _ready(self, ids: Ids, name: str) -> list[int]:
         """The ids of environments that are not being stepped."""
@@ -462,7 +462,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             common = common_info(of_env.get(COMMON))
             by_agent = {key: info for key, info in of_env.items() if info and key != COMMON}
             if self._has_masks:
-                masks = self._stepper.runner.transitions.masks(env_id)
+                masks = self._stepper.transitions.masks(env_id)
                 by_agent |= {agent: {ACTION_MASK: mask, **by_agent.get(agent, {})} for agent, mask in masks.items()}
             infos.append({**common, **(by_agent.get(self._agents[0], {}) if self._is_single else by_agent)})
         return _objects(infos)

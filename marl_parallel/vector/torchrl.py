@@ -1,6 +1,6 @@
 """`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-Tensors share memory with the arrays of `ArrayStepper`; the agents of a group are some of their columns.
+Tensors share memory with the arrays of `FacadeStepper`; the agents of a group are some of their columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked, check_agents
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.joining import agents_alike, groups_by_name
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import RESET_INFO, is_empty_info
@@ -35,7 +35,7 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.forwarding import OfParallelEnv, rendered
 from marl_parallel.vector.mailbox import Mailbox
 from marl_parallel.vector.rows import AgentRows, bounds
-from marl_parallel.vector.stepper import ArrayStepper
+from marl_parallel.vector.stepper import FacadeStepper
 
 __doctest_requires__ = ["torchrl"]
 
@@ -62,7 +62,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     `infos`. Tensors are the caller's own.
 
     Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as in
-    `ArrayStepper.action_masks`, but where nothing is allowed, everything is: TorchRL needs a choice to draw from. The
+    `FacadeStepper.action_masks`, but where nothing is allowed, everything is: TorchRL needs a choice to draw from. The
     mask is not part of `"observation"`. It limits the action spec, so that random actions are legal.
     With `return_state`, the root has the global `"state"`, `[n, ...]`.
 
@@ -96,7 +96,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             none. Infos of a later `_reset` are under `reset_info` in each entry, except reports of restarts.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`; or a group has different spaces, or a space that tensors cannot
+        TypeError, ValueError: As `FacadeStepper`; or a group has different spaces, or a space that tensors cannot
             represent; or no group has an action space for `info_masks`, environments have no `state_space` for
             `return_state`, or there are several agents with `flatten`.
 
@@ -123,16 +123,16 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         categorical_actions: bool = True,
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
-        stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
+        stepper = FacadeStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
         super().__init__(device=device, batch_size=[env.num_envs])
         self.is_closed = False
-        self._stepper, self._runner, self.env = stepper, stepper.runner, env
-        self._guard = CallGuard(self._runner.check_open)
+        self._stepper, self.env = stepper, env
+        self._guard = stepper.batch.guard
         self.infos: dict[int, dict[Any, Any]] = {}
         if flatten and len(env.possible_agents) != 1:
             raise ValueError(f"flatten=True is for one agent, but the agents are {env.possible_agents}")
         self._flat, self._one_hot = flatten, not categorical_actions
-        self.group_map = _grouped(group_map, self._runner.schema)
+        self.group_map = _grouped(group_map, self._stepper.schema)
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
         }
@@ -143,14 +143,14 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             and (
                 info_masks
                 or declares_mask(group.space, group.action_space)
-                or {*group.agents} <= {*self._runner.schema.mask_spaces}
+                or {*group.agents} <= {*self._stepper.schema.mask_spaces}
             )
         }
         if info_masks and not self._choices:
             raise ValueError(
                 "info_masks=True, but no group has a Discrete or one-dimensional MultiDiscrete action space"
             )
-        state_space = self._runner.schema.state_space if return_state else None
+        state_space = self._stepper.schema.state_space if return_state else None
         if return_state and (state_space is None or not fits_block(state_space)):
             raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}")
         self._returns_state = return_state
@@ -176,7 +176,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 whole.update(of_group if flatten else {name: Composite(of_group, shape=shape)})
         for flag in _FLAGS:
             dones[flag] = _flag_spec((n, 1))
-        if self._runner.restarts:
+        if self._stepper.restarts:
             observations["restarted"] = _flag_spec((n, 1))
         if state_space is not None:
             observations.update(_specs("state", state_space, (n,)))
@@ -189,7 +189,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     # -- called by TorchRL -----------------------------------------------------------------------------------------
 
     def _set_seed(self, seed: int | None) -> None:
-        self._runner.check_seed(seed)
+        self._stepper.batch.resets.check_seed(seed)
         self._seed = None if seed is None else base_seed(seed)
         self._unseeded[:] = seed is not None
 
@@ -213,10 +213,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if seed is None and self._seed is not None and (due := self._unseeded[chosen]).any():
             env_ids = np.arange(self.env.num_envs)[chosen].tolist()
             seed = self._seed if due.all() else [self._seed + i if is_due else None for i, is_due in zip(env_ids, due)]
-        statistics = self._runner.transitions.statistics
+        statistics = self._stepper.transitions.statistics
         finished = statistics.finished
         arrays = self._stepper.reset(seed, options, ids)
-        self._mailbox.forget(self._runner.env_ids if ids is None else ids)
+        self._mailbox.forget(self._stepper.env_ids if ids is None else ids)
         if mask is not None:  # TorchRL's loops reset what has ended, right after the step
             statistics.finished = finished
         self._unseeded[chosen] = False
@@ -260,7 +260,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             The tensordict that `reset` returns, so that a loop can go on.
         """
         arrays, _ = self._stepper.load_state(states)
-        self._mailbox.forget(self._runner.env_ids)
+        self._mailbox.forget(self._stepper.env_ids)
         self._unseeded[:] = False
         self.infos = dict(arrays.infos)
         return self._tensors(arrays)
@@ -309,6 +309,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     # -- some environments at a time, as in TorchRL's `AsyncEnvPool` ---------------------------------------------------
 
+    @exclusive("reset_async")
     def async_reset_send(
         self, tensordict: TensorDictBase | None = None, env_index: int | Sequence[int] | None = None
     ) -> None:
@@ -328,6 +329,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._mailbox.send_resets(ids, seeds)
         self._unseeded[list(ids)] = False
 
+    @exclusive("recv")
     def async_reset_recv(
         self,
         min_get: int | None = None,
@@ -359,6 +361,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         results.set("env_index", torch.tensor(ids, device=self.device))
         return results[0] if isinstance(env_index, int) else results
 
+    @exclusive("step_async")
     def async_step_send(self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None) -> None:
         """Begin to step some environments, and return; `async_step_recv` returns the results.
 
@@ -375,7 +378,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if rows.batch_size != (len(ids),):
             raise ValueError(f"expected a row for each of the environments {[*ids]}, got batch size {rows.batch_size}")
         of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
-        acting = self._runner.transitions.acting
+        acting = self._stepper.transitions.acting
         for name, group in self._groups.items():
             arrays = self._action_arrays(name, group.action_space, rows)
             tree_map(partial(check_agents, group.agents), arrays)
@@ -390,6 +393,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._mailbox.send(of_env, ids)
         self._rows_sent.update(zip(ids, rows.unbind(0)))
 
+    @exclusive("recv")
     def async_step_recv(
         self,
         min_get: int | None = None,
@@ -429,7 +433,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         mailbox = self._mailbox
         expected = len(arrived) + len(in_flight)
         if env_index is not None:
-            wanted = [*self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)]
+            wanted = [*self._stepper.batch.checked_ids([env_index] if isinstance(env_index, int) else env_index)]
             if others := [env_id for env_id in wanted if env_id not in arrived and env_id not in in_flight]:
                 raise ValueError(
                     f"env_index={env_index}, but environments {others} have no request of this kind in flight"
@@ -475,7 +479,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         except AttributeError:
             if name.startswith("_") or "_forwards" not in vars(self) or hasattr(type(self), name):
                 raise
-        if self._runner.workers is None:
+        if self._stepper.workers is None:
             return [*self.env.get_attr(name)]
         try:
             found = self.env.call(attributes.peek, name)
@@ -498,7 +502,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         )
 
     def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
-        if self._runner.workers is None or self._returns_state:
+        if self._stepper.workers is None or self._returns_state:
             raise NotImplementedError(
                 "native simulators, and environments made with return_state=True, are stepped all at once: use step"
             )
@@ -507,7 +511,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             if index is None:
                 raise ValueError('pass env_index, or a tensordict with "env_index"')
             env_index = [int(one) for one in torch.as_tensor(index).reshape(-1)]
-        ids = self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)
+        ids = self._stepper.batch.checked_ids([env_index] if isinstance(env_index, int) else env_index)
         mailbox = self._mailbox
         if waiting := [env_id for env_id in ids if env_id in mailbox.stepped or env_id in mailbox.begun]:
             raise AlreadyPendingCallError(f"results of environments {waiting} are ready: receive them first", "send")
@@ -529,11 +533,11 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))
         roots = dict(zip(_FLAGS, (arrays.terminated | arrays.truncated, arrays.terminated, arrays.truncated)))
         n = self.env.num_envs
-        if self._runner.restarts:
+        if self._stepper.restarts:
             roots["restarted"] = arrays.restarted.copy()
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         if self._returns_state:
-            result["state"] = torch.from_numpy(self.env.state())
+            result["state"] = torch.from_numpy(self._stepper.state())
         for name, group in self._groups.items():
             observations = group.observations(arrays.observations)
             seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}

@@ -399,7 +399,7 @@ def test_padding_keeps_the_masks():
 
 def test_schemas_with_masks_pickle():
     with ParallelEnv([Skirmish], backend="serial") as env:
-        assert pickle.loads(pickle.dumps(env.runner.schema)).mask_spaces == env.runner.schema.mask_spaces
+        assert pickle.loads(pickle.dumps(env.stepper.schema)).mask_spaces == env.stepper.schema.mask_spaces
 
 
 def test_environments_with_other_masks_are_refused():

@@ -39,7 +39,7 @@ CELLS = [
     """
     same = lambda: Market(table)
     env = ParallelEnv([same, lambda: Market(table, 2.0), same, lambda: Market(table, 3.0)], num_workers=2)
-    size = os.fstat(env.runner.source.backend.array_file).st_size
+    size = os.fstat(env.stepper.source.backend.array_file).st_size
     print(f"{size / table.nbytes:.1f} tables")
     """,
     "table[:] = -1",

@@ -306,7 +306,7 @@ def test_full_queues_drop_records_and_say_so_once(logs, caplog, records):
     for _ in range(3):
         records()
         env.set_attr("at_step", [None, None, functools.partial(Logging.log_many, None, 3000, 100)])
-        status = env.runner.source.backend.statuses[1]
+        status = env.stepper.source.backend.statuses[1]
         steps = status.stats.steps
         env.send([ACTIONS], [2])
         wait_for(lambda: status.stats.steps > steps and status.settled is not None)  # noqa: B023

@@ -166,7 +166,7 @@ def test_players_as_arrays(make_game):
     arrays = vec.reset()
     assert arrays[1]["__common__"]["elapsed_step"].tolist() == [0] * COPIES
     for _ in range(30):
-        assert vec.agents == [a for a in vec.possible_agents if any(a in own for own in env.runner.transitions.alive)]
+        assert vec.agents == [a for a in vec.possible_agents if any(a in own for own in env.stepper.transitions.alive)]
         actions = drawn(rng, env)
         stacked = {a: np.array([own.get(a, 0) for own in actions]) for a in vec.possible_agents}
         dicts, arrays = env.step(actions), vec.step(stacked)
@@ -263,7 +263,7 @@ def test_groups_and_forms(arena):
     )
     assert expected_dicts[1][0] == {"scout": 4.0, "tank_0": 1.0, "tank_1": 3.0}
     assert arena.step([actions], env_ids=[1])[0][0]["tank_1"] == (4.0,)
-    assert arena.runner.transitions.over == [False] * 3
+    assert arena.stepper.transitions.over == [False] * 3
 
 
 def test_groups_and_forms_as_arrays(arena):
@@ -531,7 +531,7 @@ def test_agents_that_come_back():
         for acting in (["scout"], ["tank_0", "scout"]):
             env.step([{agent: actions[agent] for agent in of_env} for of_env in env.acting])
             assert env.acting == (acting,) * 2
-            assert env.runner.transitions.alive == [acting] * 2
+            assert env.stepper.transitions.alive == [acting] * 2
 
 
 # -- wrong answers of a simulator --------------------------------------------------------------------------------------

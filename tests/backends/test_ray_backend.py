@@ -73,7 +73,7 @@ def pid_of(_: Any) -> int:
 
 def actors_of(env: ParallelEnv) -> list[Actor]:
     """The actor of each worker."""
-    backend = env.runner.source.backend
+    backend = env.stepper.source.backend
     assert isinstance(backend, RayBackend)
     actors = [backend._workers.actor_of(worker) for worker in range(env.num_workers)]
     return [actor for actor in actors if actor is not None]

@@ -406,7 +406,7 @@ with mock.patch("marl_parallel.backends.memory.has_semaphores", return_value=Fal
     with ParallelEnv([Hunt] * 2, num_workers=2) as env:
         observations, _ = env.reset()
         env.step([{{agent: env.action_space[agent].sample() for agent in acting}} for acting in env.acting])
-        assert type(env.runner.source.backend).__name__ == "PortableProcessBackend"
+        assert type(env.stepper.source.backend).__name__ == "PortableProcessBackend"
         print(len(set(env.call("pid"))))
     try:
         ParallelEnv([Hunt], wait="spin")

@@ -95,7 +95,7 @@ def test_classes_that_pages_name_have_entries():
         for span in re.findall(r"`([^`\n]+)`", text)
         for word in re.findall(r"\w+", span)
     }
-    assert {"BatchRunner", "PortableProcessBackend", "Schema"} <= classes & named
+    assert {"FacadeStepper", "PortableProcessBackend", "Schema"} <= classes & named
     of_others = {*multiprocessing.__all__, "Namespace", "PettingZooEnv"}  # queues, semaphores, a manager's, Tianshou's
     assert classes & named - NAMES - of_others == set()
 

@@ -198,7 +198,7 @@ def test_native_simulators():
             observations, *_ = facade.step(actions)
             for agent in facade.possible_agents:
                 assert_of_space(facade.single_observation_space(agent), observations[agent])
-            for (space, _), sent in zip(env.runner.source._action_groups, TypedArena.sent):
+            for (space, _), sent in zip(env.stepper.source._action_groups, TypedArena.sent):
                 assert_of_space(space, sent)
         env.step([{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting])
 

@@ -381,6 +381,34 @@ def test_other_agents_act_by_a_policy():
     env.close()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_other_agents_act_at_random(asynchronous):
+    """`others` may call methods of the `ParallelEnv`."""
+    parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, seed=3, backend="serial")
+    drawn = []
+
+    def others(agent: str, _: Any) -> Any:
+        drawn.append([of_env[agent] for of_env in parallel.sample_actions()])
+        return np.array(drawn[-1])
+
+    env = GymnasiumVectorEnv(parallel, agents=["agent_0"], others=others)
+    env.reset(seed=1)
+    plain = ParallelEnv([simple_tag_v3.parallel_env] * 2, seed=3, backend="serial")
+    plain.reset(seed=1)
+    for _ in range(5):
+        actions = env.action_space.sample()
+        if asynchronous:
+            env.step_async(actions)
+            observations = env.step_wait()[0]
+        else:
+            observations = env.step(actions)[0]
+        by_agent = dict(zip(["adversary_0", "adversary_1", "adversary_2"], drawn[-3:]), agent_0=actions)
+        expected = plain.step([{agent: of_agent[row] for agent, of_agent in by_agent.items()} for row in range(2)])[0]
+        assert np.array_equal(observations, [of_env["agent_0"] for of_env in expected])
+    env.close()
+    plain.close()
+
+
 # Wrong use
 
 

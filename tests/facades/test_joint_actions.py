@@ -360,7 +360,7 @@ def test_steps_with_dicts_after_those_with_arrays_clear_nothing(options, in_part
     facade.reset()
     env.set_attr("takes", "argmax")
     facade.step(np.eye(4)[CHOSEN])
-    transitions = facade._stepper.runner.transitions
+    transitions = facade._stepper.transitions
     assert transitions.with_joint
     del facade
     gc.collect()

@@ -120,7 +120,7 @@ def test_a_timeout_loses_nothing(cuda, monkeypatch):
         saved = pinned.clone()
         env.step_async(ACTIONS)
         with monkeypatch.context() as patched:
-            patched.setattr(arrays.stepper.runner, "recv", too_early)
+            patched.setattr(arrays.stepper, "_received", too_early)
             with pytest.raises(TimeoutError):
                 env.step_wait(timeout=0.01)
         expected = plain.step(ACTIONS)[0]
@@ -135,8 +135,8 @@ def test_a_timeout_loses_nothing(cuda, monkeypatch):
         assert torch.equal(pinned, saved)
 
 
-def too_early(*, timeout: float | None, env_ids: Any) -> Any:
-    """As a `recv` whose results do not come within its timeout."""
+def too_early(min_envs: int | None, timeout: float | None, env_ids: Any) -> Any:
+    """As a `_received` whose results do not come within its timeout."""
     assert timeout == 0.01
     raise TimeoutError
 

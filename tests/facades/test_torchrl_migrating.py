@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.error import AlreadyPendingCallError
+from helpers.processes import wait_for
 from mpe2 import simple_spread_v3
+from simulators import paced
 from simulators.gated import Levels
 from simulators.variable_agents import VariableAgents
 from tensordict import TensorDictBase
@@ -168,6 +171,28 @@ def test_attributes_as_of_serial_env():
         with pytest.raises(AttributeError):
             _ = env.wings
         env.close()
+
+
+def test_two_threads(tmp_path):
+    """While one waits for results, calls of another one are refused."""
+    env = TorchRLEnv(ParallelEnv(paced.fleet(tmp_path, 2), False, num_workers=2))
+    rows = env.rand_action(env.reset())
+    paced.hold(tmp_path, 0)
+    env.async_step_send(rows, env_index=[0, 1])
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(env.async_step_recv, 2)
+        wait_for(lambda: bool(env.parallel_env.stepper.batch.guard))
+        for call in (
+            env.async_step_recv,
+            env.async_reset_send,
+            env.reset,
+            lambda: env.parallel_env.get_attr("options"),
+        ):
+            with pytest.raises(AlreadyPendingCallError, match=r"is inside recv\(\)"):
+                call()
+        paced.release(tmp_path, 0)
+        assert result.result(60.0)["env_index"].tolist() == [1, 0]
+    env.close()
 
 
 @pytest.mark.parametrize("index", [1, slice(1, 3), [0, 2]], ids=str)

@@ -18,6 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from gymnasium.error import ClosedEnvironmentError
@@ -30,6 +31,7 @@ from simulators.deterministic import Hunt
 from simulators.failing import Fragile, SimulatorError, raising
 
 from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent
 
@@ -211,6 +213,38 @@ def test_close_in_a_signal_handler(how, backend, tmp_path):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert gone(workers(tmp_path))
+
+
+class Closes:
+    """A trainer that closes its environments when it is collected."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def __del__(self) -> None:
+        self.env.close(terminate=True)
+
+
+@pytest.mark.parametrize("where", ["the thread of the call", "another thread"])
+@pytest.mark.parametrize("facade", [None, StackedVecEnv])
+def test_close_in_a_finalizer(facade, where, killable_setup, build, tmp_path):
+    """It ends the blocked call, of a facade, too."""
+    env = build(fleet(tmp_path, step=functools.partial(time.sleep, 60)), killable_setup)
+    env = env if facade is None else facade(env)
+    env.reset()
+    trainers = [Closes(env)]
+    before = signal.signal(signal.SIGALRM, lambda *_: trainers.clear())
+    try:
+        if where == "another thread":
+            threading.Timer(0.5, trainers.clear).start()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(ClosedEnvironmentError):
+            env.step([{"a": 0, "b": 0}] * 4 if facade is None else np.zeros((4, 2), np.int64))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not trainers
+    wait_for(lambda: gone(workers(tmp_path)))
 
 
 def test_ctrl_c_during_close(build, killable_setup, tmp_path):

@@ -28,7 +28,7 @@ def test_memory_and_cpu_time_of_a_dead_worker(start_method, tmp_path):
     """While nobody waits for results, its death is not known yet."""
     with ParallelEnv([functools.partial(Fragile, {}, tmp_path)] * 2, num_workers=2, **arguments(start_method)) as env:
         env.reset()
-        backend = env.runner.source.backend
+        backend = env.stepper.source.backend
         assert backend.memory(0) > 1e6
         process = processes_of(backend)[0]
         os.kill(process.pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_statistics_in_another_thread_while_workers_are_closed(start_method, tmp
         **arguments(start_method),
     )
     env.reset()
-    pool = env.runner.source
+    pool = env.stepper.source
     results: list[Any] = []
 
     def look() -> None:

@@ -238,7 +238,7 @@ def test_second_close_waits_for_the_first(backend: Any, closer: str, tmp_path: A
     timer.start()
     close()
     assert ClosesLater.leave.is_set()
-    assert env.runner.source.freed
+    assert env.stepper.source.freed
     timer.join()
     first.end()
     assert not first.errors
@@ -250,10 +250,10 @@ def test_second_close_waits_for_processes(start_method: str, tmp_path: Any) -> N
     env.reset()
     thread = threading.Thread(target=env.close)
     thread.start()
-    while not env.runner.source.closed:
+    while not env.stepper.source.closed:
         time.sleep(0.001)
     env.close(timeout=60.0)
-    assert env.runner.source.freed
+    assert env.stepper.source.freed
     assert all_gone(*workers(tmp_path))
     thread.join()
 
@@ -267,7 +267,7 @@ def test_second_close_waits_no_longer_than_its_timeout(timeout: float, tmp_path:
     assert not ClosesLater.leave.is_set()
     assert first.thread.is_alive()
     first.end()
-    assert env.runner.source.freed
+    assert env.stepper.source.freed
 
 
 def test_waiting_close_frees_what_ctrl_c_has_left() -> None:
@@ -412,9 +412,9 @@ def test_ctrl_c_while_close_waits_for_another_thread(tmp_path):
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
         env.close(timeout=50.0)
-    assert not env.runner.source.freed
+    assert not env.stepper.source.freed
     first.end()
-    assert env.runner.source.freed
+    assert env.stepper.source.freed
     assert not first.errors
 
 
@@ -424,7 +424,7 @@ def test_callback_that_closes_while_another_thread_closes(build, tmp_path, caplo
 
     def close_too(_: Any) -> None:
         entered.set()
-        while not env.runner.source.closed:
+        while not env.stepper.source.closed:
             time.sleep(0.001)
         env.close(timeout=60.0)
 

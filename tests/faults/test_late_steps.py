@@ -178,7 +178,7 @@ def test_a_pause_in_the_first_wait_of_a_step_does_not_count(tmp_path):
     constructors = [functools.partial(Fragile, {"step": slow}, tmp_path)] * 2
     with ParallelEnv(constructors, backend=Pauses(), num_workers=2, step_timeout=3.0) as env:
         env.reset()
-        workers = env.runner.workers
+        workers = env.stepper.workers
         assert workers is not None
         for _ in range(2):
             workers.pool.backend.seconds = 10.0

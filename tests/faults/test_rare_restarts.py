@@ -543,7 +543,7 @@ def test_actions_that_the_worker_cannot_unpickle(latest, mode, lengths, setup, b
     """It is the step that fails, whatever the environment before it in the same worker has done last."""
     env = build([functools.partial(Texts, length) for length in lengths], setup, mode, on_error="restart")
     if latest == "a state" and setup.shared_memory:
-        env.runner.write_states()
+        env.stepper.batch.write_states()
     env.reset()
     usual = {"a": "go", "b": "go"}
     env.step([usual, usual])
@@ -579,7 +579,7 @@ class Unstable(Clock):
 def test_states_of_a_last_step_that_fail(fails_at, final, told, setup, dies, build):
     """The last state belongs to the step, which it interrupts; the next one belongs to the reset."""
     env = build([functools.partial(Unstable, fails_at, dies)], setup, on_error="restart")
-    env.runner.write_states()
+    env.stepper.batch.write_states()
     env.reset()
     for _ in range(Clock.length):
         observations, rewards, terminateds, truncateds, infos = step(env)
@@ -587,7 +587,7 @@ def test_states_of_a_last_step_that_fail(fails_at, final, told, setup, dies, bui
     is_whole = told is not None
     assert (rewards["a"], terminateds["__all__"], truncateds["__all__"]) == (float(is_whole), is_whole, not is_whole)
     assert (float(infos["a"]["final_obs"][0]), infos["a"].get("at")) == (final, frozenset([told]) if told else None)
-    states, finals = env.runner.states_seen()
+    states, finals = env.stepper.batch.states_seen()
     assert (float(observations["a"][0]), *states[0], *finals[0]) == (110.0, 110.0, final)
 
 

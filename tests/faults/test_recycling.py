@@ -261,7 +261,7 @@ def test_memory(setup, build):
         assert all(info[agent]["steps_before"] == 0 for info in infos for agent in info.keys() & ACTIONS.keys())
     assert env.stats().recycled >= 4
     assert wait_for(lambda: env.step([ACTIONS] * 4) and all_gone(*first), timeout=30)
-    assert max(map(int, env.runner.source.memory())) < 10**9
+    assert max(map(int, env.stepper.source.memory())) < 10**9
 
 
 def test_age(build):

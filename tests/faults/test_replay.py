@@ -31,7 +31,7 @@ from marl_parallel.core.messages import Message
 from marl_parallel.core.replay_file import Crash, read_crash
 from marl_parallel.vector import StackedVecEnv
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
 SETUPS = [*TWO_WORKERS, PACKED]
@@ -82,7 +82,7 @@ def play(env: ParallelEnv, steps: int, seed: int = 0) -> list[str]:
         *_, terminated, truncated, infos = env.step(draw(rng, env.acting))
         reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
         over = [i for i in range(env.num_envs) if terminated[i]["__all__"] or truncated[i]["__all__"]]
-        if env.runner.transitions.mode is AutoresetMode.DISABLED and over:
+        if env.stepper.transitions.mode is AutoresetMode.DISABLED and over:
             infos = env.reset(env_ids=over)[1]
             reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
     return reports
@@ -611,7 +611,7 @@ def test_failed_call_after_a_restart(message, build, again, tmp_path):
     end_episode(env)
     env.restart([0])
     with pytest.raises(EnvError) as caught:
-        env.runner.source.execute_in(message, [0])  # the methods of `ParallelEnv` want a reset first
+        env.stepper.source.execute_in(message, [0])  # the methods of `ParallelEnv` want a reset first
     crash = same(str(caught.value), again)
     assert (crash.seed, crash.number, crash.step) == (seed_of(42, 0, 1), 0, 0)
 
@@ -638,7 +638,7 @@ def test_each_failed_call_has_a_file(message, build, again, tmp_path):
     crashes = []
     for _ in range(3):
         with pytest.raises(EnvError) as caught:
-            env.runner.source.execute_in(message, [0])  # as above
+            env.stepper.source.execute_in(message, [0])  # as above
         crashes.append(same(str(caught.value), again))
     assert [(crash.seed, crash.restarts) for crash in crashes] == [(42, 0), *((seed_of(42, 0, n), n) for n in (1, 2))]
     assert len([*tmp_path.iterdir()]) == 3

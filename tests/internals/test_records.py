@@ -144,7 +144,7 @@ class OneRecord:
         found: list[Any] = []
         for read in (
             lambda: self.transitions.read((0,), self.leftovers),
-            lambda: self.arrays.read(self.leftovers),
+            lambda: self.arrays.read((0,), self.leftovers),
             lambda: self.transitions.snapshot(0, self.leftovers.get(0)),
         ):
             try:
@@ -248,8 +248,8 @@ def test_damaged_actions(field, bad, reader, monkeypatch):
     """Both readers of the worker."""
     one = OneRecord("plain", reader, monkeypatch)
     actions = {"a": np.array([3]), "b": np.array([2])}
-    one.arrays.read(one.leftovers)
-    assert one.arrays.write(actions) == {}
+    one.arrays.read((0,), one.leftovers)
+    assert one.arrays.write(actions, (0,)) == {}
     assert_same(one.transitions.action_records.read(0), {"a": np.int64(3), "b": np.int64(2)})
     for value in bad:
         overwrite(one, field, bytes([value]))

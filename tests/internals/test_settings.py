@@ -64,8 +64,8 @@ def test_settings_are_keywords():
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.faults.on_error = "raise"  # type: ignore[misc]
     with ParallelEnv([Skirmish] * 2, **settings.changed(backend="serial")) as env:
-        assert env.runner.restarts
-        assert env.runner.seeds == (42, 43)
+        assert env.stepper.restarts
+        assert env.stepper.seeds == (42, 43)
 
 
 @pytest.mark.parametrize("taker", ["ParallelEnv", "SubprocVecEnv"])

@@ -94,7 +94,7 @@ def test_envs_per_worker(num_envs, arguments, sizes):
     """The number of CPUs does not matter."""
     with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
         assert env.num_workers == len(sizes)
-        assert [len(share) for share in env.runner.source.shares] == sizes
+        assert [len(share) for share in env.stepper.source.shares] == sizes
         assert len(env.reset()[0]) == num_envs
 
 
@@ -323,7 +323,7 @@ def test_memory_is_freed_with_the_object(backend):
         env = ParallelEnv([Skirmish] * 2, backend=backend)
         env.reset()
         env.close()
-        batch = weakref.ref(env.runner.transitions.layout)
+        batch = weakref.ref(env.stepper.transitions.layout)
         del env
         assert batch() is None
     finally:

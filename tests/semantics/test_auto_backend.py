@@ -94,7 +94,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     batch_s: dict[str, float] = {}
 
     def found(env: Any) -> Any:
-        in_line = isinstance(env.runner.source.backend, HybridBackend)
+        in_line = isinstance(env.stepper.source.backend, HybridBackend)
         env.reset()
         env.step(env.sample_actions())
         return SimpleNamespace(
@@ -129,7 +129,7 @@ def test_hybrid_is_proposed_and_chosen_by_its_own_name_only(
         assert env.plan is not None
         assert env.plan["arguments"] == (proposal if is_faster else plan["arguments"])
         assert env.plan["proposal"] is None
-        assert isinstance(env.runner.source.backend, HybridBackend) == is_faster
+        assert isinstance(env.stepper.source.backend, HybridBackend) == is_faster
 
 
 def test_auto_hybrid_measures_hybrid_also_if_processes_are_needed(measured):

@@ -315,7 +315,7 @@ def test_a_failed_load_before_the_first_reset_reads_no_state():
         env.reset()
         states = env.save_state()
     with ParallelEnv([WithState] * 2, num_workers=1) as env:
-        env.runner.write_states()
+        env.stepper.batch.write_states()
         with pytest.raises(TypeError, match="environment 1"):
             env.load_state([states[0], broken(states[1])])
         env.load_state(states)

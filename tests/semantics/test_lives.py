@@ -293,14 +293,14 @@ class Guests(Scripted):
 def test_records_do_not_grow_with_agents_that_have_left():
     with ParallelEnv([Guests], backend="serial") as env:
         env.reset()
-        transitions = env.runner.transitions
+        transitions = env.stepper.transitions
         sizes = []
         for _ in range(120):
             env.step([{"a": 0, "b": 0}])
             sizes.append(len(transitions.events_in(0)))
         assert {*sizes[:99]} == {3}
         assert {*sizes[100:]} == {2}
-        assert env.runner.transitions.codec is None or not transitions.records.has_leftovers(0)
+        assert env.stepper.transitions.codec is None or not transitions.records.has_leftovers(0)
 
 
 class Dying(Scripted):

@@ -448,7 +448,7 @@ def test_descriptions(facade):
     parallel = env.parallel_env
     assert parallel is env.env
     mode = parallel.metadata["autoreset_mode"].name
-    backend = type(parallel.runner.source.backend).__name__  # of the system's kind
+    backend = type(parallel.stepper.source.backend).__name__  # of the system's kind
     inner = (
         f"ParallelEnv(num_envs=2, agents=['agent_0', 'agent_1', 'agent_2'], num_workers=2, backend={backend}, "
         f"auto_reset={mode}, closed="

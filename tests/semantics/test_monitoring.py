@@ -361,7 +361,7 @@ def test_endpoint_ends(build):
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
     assert threading.active_count() == before
-    assert env.runner.transitions.statistics.listeners == []
+    assert env.stepper.transitions.statistics.listeners == []
     with Monitor(env) as again:
         assert again.serve(port) == port
 
@@ -462,7 +462,7 @@ def test_wrong_arguments(wrong, error, text, build):
     env = build([Rewarding], PACKED)
     with pytest.raises(error, match=text):
         Monitor(**{"env": env, **wrong})
-    assert env.runner.transitions.statistics.listeners == []
+    assert env.stepper.transitions.statistics.listeners == []
 
 
 @pytest.mark.parametrize("step", [1.5, None, True, "3"])

@@ -216,7 +216,7 @@ def test_states_that_fail_after_a_step(big, compiled):
     """The step is interrupted, and its observations are the last ones, in whatever form it travels."""
     constructor = functools.partial(Counting, big=big, stateless=4)
     with ParallelEnv([constructor], backend="serial", on_error="restart") as env:
-        env.runner.write_states()
+        env.stepper.batch.write_states()
         env.reset()
         for _ in range(3):
             _, (rewards,), (terminateds,), (truncateds,), (infos,) = env.step([BOTH])
@@ -230,7 +230,7 @@ def test_last_states_that_fail_in_episodes_of_one_step(big, compiled):
     """The step is interrupted; the one before, which also ended an episode, is not returned once more."""
     constructor = functools.partial(Counting, big=big, length=2, stateless=6)
     with ParallelEnv([constructor], backend="serial", on_error="restart") as env:
-        env.runner.write_states()
+        env.stepper.batch.write_states()
         env.reset()
         for step in range(3):
             _, (rewards,), (terminateds,), (truncateds,), (infos,) = env.step([BOTH])

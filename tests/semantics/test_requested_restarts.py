@@ -17,7 +17,7 @@ from simulators.crashing import Fate, crashing, seed_of
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.core.pool.replacement import Present
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 SETUPS = [Setup("serial", True, 2), *CONCURRENT_SETUPS]
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -147,7 +147,7 @@ def test_while_it_is_constructed_again(build):
     env.reset()
     env.send([ACTIONS], [0])
     assert env.recv(min_envs=1).infos[0]["__common__"]["restarted"]
-    assert env.runner.workers.pool.slots[1].present is Present.RESTARTS
+    assert env.stepper.workers.pool.slots[1].present is Present.RESTARTS
     env.restart([1])
     observations, infos = env.reset()
     assert seeds_and_resets(observations) == [(seed_of(42, 0, 1), 1), (seed_of(42, 1, 2), 1)]

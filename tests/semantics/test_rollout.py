@@ -179,7 +179,7 @@ def test_workers_write_observations_where_they_stay(how, in_place):
 @pytest.mark.parametrize("how", ["serial", "process"])
 def test_memory_of_rollouts_that_are_gone_is_used_again(how, in_place, monkeypatch):
     with open_env("spread", "SAME_STEP", **HOWS[how]) as env:
-        backend, sizes = env.stepper.runner.source.backend, []
+        backend, sizes = env.stepper.source.backend, []
         allocate = backend.allocate
         monkeypatch.setattr(backend, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes))
         first, actions = Rollout(env, 4), np.zeros((ENVS, 3), np.int64)

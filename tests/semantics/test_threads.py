@@ -253,7 +253,7 @@ def test_call_after_close_during_a_blocked_call(concurrent_or_portable, build, t
     with CallInThread(tmp_path, lambda: env.step(acts(1, 2))) as other:
         closing = threading.Thread(target=env.close, kwargs={"terminate": True})
         closing.start()
-        wait_for(lambda: env.runner.source.closed)
+        wait_for(lambda: env.stepper.source.closed)
         with pytest.raises(ClosedEnvironmentError):
             env.step(acts(1, 2))
         with pytest.raises(ClosedEnvironmentError):

@@ -149,8 +149,8 @@ MUTATIONS = [
     Mutation(
         "quick steps skip what restarts must see",
         "pool/pool.py",
-        "                    if one.sees_steps:\n                        by_worker = False\n",
-        "                    pass\n",
+        "                if one.sees_steps:\n                    by_worker = False\n",
+        "                pass\n",
         blind=True,
     ),
     Mutation(
@@ -512,8 +512,8 @@ MUTATIONS = [
     Mutation(
         "a step of all begins when the call before began",
         "pool/pool.py",
-        "            self.called = self.clock()\n            try:",
-        "            try:",
+        "        self.called = self.clock()\n        try:",
+        "        try:",
     ),
     Mutation(
         "time of the caller between two calls does not count",
@@ -771,7 +771,7 @@ MUTATIONS = [
     Mutation(
         "standbys keep the seeds from before a load",
         "pool/saved_states.py",
-        '        self._pool.alone("", self._pool.note_outdated, env_ids)',
+        '        self._pool.in_call("", self._pool.note_outdated, env_ids)',
         "        pass",
     ),
     Mutation(

@@ -240,8 +240,8 @@ class History:
                 trace=self.folder / _TRACE if setup.traced else None,
             )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
-        assert self.env.runner.workers is not None
-        self.backend.check = self.env.runner.workers.pool.check
+        assert self.env.stepper.workers is not None
+        self.backend.check = self.env.stepper.workers.pool.check
 
     def run(self, calls: Sequence[Call]) -> None:
         """Carry out calls and check what they return; raises `AssertionError` if something is wrong."""

@@ -98,8 +98,6 @@ class Pool(Source):
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults that the present `execute` dealt with
         self._message = Message.CALL  # of the requests of the present `execute`
-        # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
-        self._lock = threading.RLock()
         self._counting = threading.RLock()  # held while statistics move from an ending worker: others may read them
 
     def extend(self, *extensions: Extension) -> None:
@@ -126,7 +124,7 @@ class Pool(Source):
 
         `payloads` are pickled, by environment. With `together`, all results are received at once, which is faster.
         """
-        self.alone(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
+        self.in_call(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
 
     def recv(
         self,
@@ -146,7 +144,7 @@ class Pool(Source):
             ClosedEnvironmentError: Another thread has closed everything.
         """
         slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
-        results: Results | None = self.alone("waiting", self._recv, at_least, timeout, slots, window or 0.0)
+        results: Results | None = self.in_call("waiting", self._recv, at_least, timeout, slots, window or 0.0)
         if results is None:
             raise NotReadyInTime(
                 f"expected at least {at_least} environments to be ready within {timeout:g} s, got "
@@ -158,43 +156,42 @@ class Pool(Source):
         """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results.
 
         A step of all environments is the most frequent call. Unless an extension sees it, it is noted by worker alone,
-        and slots only if a reply is not `STEPPED`, or comes late. The frame is the same as in `alone`.
+        and slots only if a reply is not `STEPPED`, or comes late. The frame is the same as in `in_call`.
         """
         if self.around is not None and (context := self.around(_WAITING_FOR[message])):
             with context:
                 return self.run(message, env_ids, payloads)
-        with self._lock:
-            if self.closed:
-                self.check_open()
-            self.called = self.clock()
-            try:
-                for begin in self._at_begin:
-                    begin(self.called)
-                requests, queues = self._step_all, self.queues
-                by_worker = message is Message.STEP and not payloads and len(env_ids) == self.batch_size
-                for one in self._watchers:  # a loop is quicker than `any`
-                    if one.sees_steps:
-                        by_worker = False
-                for queue in queues.values():
-                    if queue.requests:
-                        by_worker = False
-                if not by_worker or self.replaced:
-                    self._send(message, env_ids, payloads, together=True)
-                    return self._all_leftovers()
-                for one in self._posters:
-                    if one.sees_steps:
-                        for worker, request in requests.items():
-                            one.before_post(worker, request)
-                for worker in requests:
-                    queues[worker].posted += 1
-                self._by_worker = requests
-                if self.backend.step_all(requests, _FIRST_WAIT_S) and not self.closed:
-                    self._by_worker = _NO_EXTRAS
-                    return _NO_EXTRAS
-                return self._finish_run(requests)
-            except BaseException as error:
-                self._close_after(error)
-                raise
+        if self.closed:
+            self.check_open()
+        self.called = self.clock()
+        try:
+            for begin in self._at_begin:
+                begin(self.called)
+            requests, queues = self._step_all, self.queues
+            by_worker = message is Message.STEP and not payloads and len(env_ids) == self.batch_size
+            for one in self._watchers:  # a loop is quicker than `any`
+                if one.sees_steps:
+                    by_worker = False
+            for queue in queues.values():
+                if queue.requests:
+                    by_worker = False
+            if not by_worker or self.replaced:
+                self._send(message, env_ids, payloads, together=True)
+                return self._all_leftovers()
+            for one in self._posters:
+                if one.sees_steps:
+                    for worker, request in requests.items():
+                        one.before_post(worker, request)
+            for worker in requests:
+                queues[worker].posted += 1
+            self._by_worker = requests
+            if self.backend.step_all(requests, _FIRST_WAIT_S) and not self.closed:
+                self._by_worker = _NO_EXTRAS
+                return _NO_EXTRAS
+            return self._finish_run(requests)
+        except BaseException as error:
+            self._close_after(error)
+            raise
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
         """Carry out requests other than steps and resets, by worker, while nothing is in flight.
@@ -204,7 +201,7 @@ class Pool(Source):
         """
         what = _WAITING_FOR[next(iter(requests.values())).message] if requests else ""
         results: dict[int, Any]
-        results, errors = self.alone(what, self._execute, requests, owner)
+        results, errors = self.in_call(what, self._execute, requests, owner)
         if errors:
             raise errors.pop(0)  # its environments have been rebuilt; no variable holds it, as `fault` says
         return results
@@ -215,11 +212,11 @@ class Pool(Source):
 
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
         """Begin a request as `execute_in` does, and return; the next call must be `finish_in`."""
-        self.alone("", self._begin, self.requests(message, env_ids, payload), None)
+        self.in_call("", self._begin, self.requests(message, env_ids, payload), None)
 
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
         """Wait for the results of `begin_in`; `TimeoutError` after `timeout` seconds, which loses nothing."""
-        results = self.alone("waiting", self._finish_all, timeout)
+        results = self.in_call("waiting", self._finish_all, timeout)
         if results is None:
             raise NotReadyInTime(
                 f"the calls did not finish within {timeout:g} s. Nothing is lost: call call_wait() again"
@@ -235,22 +232,24 @@ class Pool(Source):
             {worker: Request(message, share[:1], payload) for worker, share in self.present_shares().items()}
         )
 
-    def alone(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that changes the state of the pool, under the lock; close everything if it raises."""
+    def in_call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that changes the state of the pool, as a part `name` of the caller's call.
+
+        Close everything if it raises. `guard` makes sure that no other call is in progress.
+        """
         if self.around is not None and name and (context := self.around(name)):
             with context:
-                return self.alone(name, function, *arguments)
-        with self._lock:
-            if self.closed:
-                self.check_open()
-            self.called = self.clock()  # the time of the caller counts
-            try:
-                for begin in self._at_begin:
-                    begin(self.called)
-                return function(*arguments)
-            except BaseException as error:
-                self._close_after(error)
-                raise
+                return self.in_call(name, function, *arguments)
+        if self.closed:
+            self.check_open()
+        self.called = self.clock()  # the time of the caller counts
+        try:
+            for begin in self._at_begin:
+                begin(self.called)
+            return function(*arguments)
+        except BaseException as error:
+            self._close_after(error)
+            raise
 
     # -- sending and receiving -------------------------------------------------------------------------------------
 
@@ -699,31 +698,26 @@ class Pool(Source):
             return None
         deadline = self.clock() + timeout
         ask = False if self.closed else ask  # a close that Ctrl-C has interrupted: the rest is freed now
-        locked, error, patience = False, None, 0.0  # workers without a CLOSE do not end by themselves
+        is_alone, error, patience = False, None, 0.0  # workers without a CLOSE do not end by themselves
         try:
             self.closed = True
             for status in getattr(self.backend, "statuses", ()):  # a backend that did not start has none
                 status.discard()
             self.backend.interrupt()
             # A thread that waits for results leaves soon; a thread in `on_restart` or a log handler may not.
-            locked = self._lock.acquire(timeout=min(max(timeout, _INTERRUPTED_WITHIN_S), threading.TIMEOUT_MAX))
-            if not locked:
-                logger.warning(
-                    "%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.capabilities.can_kill)
-                )
+            seconds = max(timeout, _INTERRUPTED_WITHIN_S)
+            is_alone = self._wait_for_call(seconds)
+            if not is_alone:
+                logger.warning("%s", reports.in_use(seconds, self.backend.capabilities.can_kill))
             elif ask:
                 error = self._close_environments(deadline, self.queues if ask is True else ask)
                 patience = max(deadline - self.clock(), 0.0) if ask is True else 0.0
         except KeyboardInterrupt as interrupt:
-            if locked:
+            if is_alone:
                 self._on_error(interrupt)
             raise
         finally:
-            try:
-                self._free(patience)
-            finally:  # also after a second Ctrl-C
-                if locked:
-                    self._lock.release()
+            self._free(patience)
         return error
 
     def _free(self, patience: float) -> None:

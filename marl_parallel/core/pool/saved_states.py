@@ -221,7 +221,7 @@ class SavedStates:
             env_id, refusal = next(iter(refused.items()))
             kind = TypeError if refusal.kind is ModuleNotFoundError else refusal.kind
             raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
-        placed: tuple[dict[int, Snapshot], ParallelEnvError | None] = pool.alone("", self._put_in_place, states)
+        placed: tuple[dict[int, Snapshot], ParallelEnvError | None] = pool.in_call("", self._put_in_place, states)
         return placed
 
     def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
@@ -243,7 +243,7 @@ class SavedStates:
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Let environments that will replace others be constructed anew."""
-        self._pool.alone("", self._pool.note_outdated, env_ids)
+        self._pool.in_call("", self._pool.note_outdated, env_ids)
 
     def _payload(self, env_id: int, state: EnvState) -> Construct:
         seed, rebuilds = state.saved.built

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -32,6 +32,13 @@ FirstReturn = tuple[Any, dict[str, Any]]
 StepReturn = tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 
 
+class _WithOthers(NamedTuple):
+    """The actions of rows, and those of the agents without rows."""
+
+    own: Any
+    of_others: list[Stacked]
+
+
 class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.vector.VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment with a row for each agent of each environment.
 
@@ -41,7 +48,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
     need an action. If the observation space declares an `action_mask`, or the kind of environment has masks of its own,
-    as PyMARL's, `infos["action_mask"]` has the masks of all rows, as in `ArrayStepper.action_masks`: bool
+    as PyMARL's, `infos["action_mask"]` has the masks of all rows, as in `FacadeStepper.action_masks`: bool
     `(num_envs, num_choices)`. A row is done when its agent dies, and all rows of an environment are when its episode
     ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are the
     reset's, with `final_obs` and `final_info` in rows that are done, as in Gymnasium. With `False` (DISABLED) the rows
@@ -64,7 +71,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
         reward_space: The space of one row's vector reward; None if rewards are numbers.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `FacadeStepper`, or the agents' spaces differ.
 
     Example:
         >>> from gymnasium.wrappers.vector import RecordEpisodeStatistics
@@ -94,11 +101,11 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
         self.reward_space = self._rows.reward_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._has_masks = declares_mask(self._rows.space, self._rows.action_space) or (
-            {*self.agents} <= {*self._stepper.runner.schema.mask_spaces}
+            {*self.agents} <= {*self._stepper.schema.mask_spaces}
         )
         self.present = np.zeros(self.num_envs, np.bool_)
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
-        self._has_stats = self._stepper.runner.transitions.statistics.in_infos
+        self._has_stats = self._stepper.transitions.statistics.in_infos
 
     @exclusive("reset")
     def reset(  # type: ignore[override]
@@ -137,7 +144,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
 
     @property
     def over(self) -> NDArray[np.bool_]:
-        return np.repeat(np.array(self._stepper.runner.transitions.over, np.bool_), len(self.agents))
+        return np.repeat(np.array(self._stepper.transitions.over, np.bool_), len(self.agents))
 
     def _reset_arguments(
         self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
@@ -177,21 +184,33 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
 
+    def step(self, actions: Any) -> StepReturn:
+        """Step all environments; actions have one row for each agent of each environment. Errors: see `ArrayFacade`."""
+        return super().step(self._with_others(actions) if self._others else actions)
+
+    def step_async(self, actions: Any) -> None:
+        """Begin to step all environments and return; `step_wait` returns the results."""
+        super().step_async(self._with_others(actions) if self._others else actions)
+
     def _actions(self, actions: Any) -> list[Stacked]:
-        by_agents = [self._rows.actions(actions)]
-        if not self._others:
-            return by_agents
+        if isinstance(actions, _WithOthers):
+            return [self._rows.actions(actions.own), *actions.of_others]
+        return [self._rows.actions(actions)]
+
+    def _with_others(self, actions: Any) -> _WithOthers:
+        """The actions with those of the other agents, before the step begins: `others` may use the `ParallelEnv`."""
+        by_agents: list[Stacked] = []
         latest, num_envs = self._stepper.latest, self._rows.num_envs
         seen = self._stepper.view.by_agent(latest.observations) if latest is not None else {}
         for agent in self._others:
-            space = self._stepper.runner.schema.action_spaces[agent]
+            space = self._stepper.schema.action_spaces[agent]
             try:
                 drawn = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
                 by_agents.append(Stacked((agent,), stacked(space, drawn, num_envs, 1)))
             except (TypeError, ValueError) as error:
                 kind = ValueError if isinstance(error, ValueError) else TypeError
                 raise kind(f"others, for agent {agent!r}: {error}") from error
-        return by_agents
+        return _WithOthers(actions, by_agents)
 
     def _first(self, arrays: Arrays) -> tuple[Any, dict[str, Any]]:
         return super()._first(with_the_dead(arrays, self._stepper))

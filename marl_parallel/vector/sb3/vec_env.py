@@ -91,7 +91,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it.
-        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`; needed if agents declare a `reward_space`.
+        scalarize: Turns vector rewards into numbers, as in `FacadeStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
         agents: The agents with rows, in the environment's own order.
@@ -101,7 +101,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         rewarded: `(num_envs,)`, bool: the rows of the latest rewards that are data.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
+        TypeError, ValueError: As `FacadeStepper`, or the agents' spaces differ.
 
     Example:
         >>> from stable_baselines3 import PPO
@@ -118,7 +118,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         ArrayFacade.__init__(self, env, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         self.agents = env.possible_agents
-        for agent, space in self._stepper.runner.schema.observation_spaces.items():
+        for agent, space in self._stepper.schema.observation_spaces.items():
             if unfit := unfit_leaf(space):
                 raise ValueError(
                     f"rows must be arrays, but agent {agent!r} observes {space}, which has a part without a fixed "
@@ -133,7 +133,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         VecEnv.__init__(self, env.num_envs * self._per_env, *declared)
         self.present = self.acting = self.observed = self.rewarded = np.zeros(self.num_envs, np.bool_)
         self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
-        self._has_stats = self._stepper.runner.transitions.statistics.in_infos  # of rewards before `scalarize`
+        self._has_stats = self._stepper.transitions.statistics.in_infos  # of rewards before `scalarize`
         self._start = time.time()
 
     # -- stepping --------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         """
         seed, options = self._reset_arguments()
         if self._stepper.in_flight:
-            self._stepper.runner.check_reset(seed, options, None)  # wrong arguments discard nothing
+            self._stepper.batch.resets.check(self._stepper.env_ids, seed, options)  # wrong arguments discard nothing
             self._stepper.discard()
         return self._begun(self._stepper.reset(seed, options))
 
@@ -255,7 +255,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
 
         Rows of agents for which the simulator reports no mask are all True. Shapes and errors are as in
-        `ArrayStepper.action_masks`.
+        `FacadeStepper.action_masks`.
         """
         return stacking.flat(self._stepper.action_masks(self.agents))
 
