@@ -36,7 +36,8 @@ class Calls:
                 f"call({name!r}) would change environments without this ParallelEnv, whose next results would be "
                 f"wrong: use env.{instead}"
             )
-        return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", self._local_modules)
+        modules = self._local_modules  # and not this object, which keeps the result
+        return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 
     def call(self, env_ids: tuple[int, ...], pickle: Callable[[], Any]) -> tuple[Any, ...]:
         """Call methods, and wait; returns their results."""
