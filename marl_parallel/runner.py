@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.saved_states import EnvState
 from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.source import Transitions
+from marl_parallel.core.warn import warn
 from marl_parallel.stepper import NO_STATE, Batch, DictStepper, Options, Seeds, Workers
 
 __all__ = ["NO_STATE", "BatchRunner", "Options", "Seeds", "Workers"]
@@ -142,7 +142,5 @@ class BatchRunner:
 
 def deprecated_runner(batch: Batch, name: str, instead: str) -> BatchRunner:
     """The `BatchRunner` of a batch, with a warning for the caller of the attribute `name`."""
-    warnings.warn(
-        f"{name} is deprecated and goes with the next release: use {instead}", DeprecationWarning, stacklevel=3
-    )
+    warn(f"{name} is deprecated and goes with the next release: use {instead}", DeprecationWarning)
     return BatchRunner(batch)

@@ -211,7 +211,7 @@ class DictStepper(Stepper[Sequence[Mapping[Any, Any]], Columns]):
         if self.source.in_flight:
             self.recv()
 
-    def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
+    def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
         """Begin new episodes and return; `recv` returns the results. Arguments and errors are as in `reset`."""
         self._send_reset(seed, options, env_ids)
 
