@@ -15,6 +15,8 @@ from marl_parallel.core import codec
 from marl_parallel.vector import PettingZooVecEnv
 from marl_parallel.vector.rows import vector_infos
 
+pytestmark = pytest.mark.release_independent
+
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from marl_parallel.vector import (
     pymarl_connections,
 )
 
+pytestmark = pytest.mark.release_independent
+
 N, K = 3, 3
 SPACES: dict[str, Any] = {
     "discrete": spaces.Discrete(4),

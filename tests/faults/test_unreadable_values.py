@@ -20,6 +20,8 @@ from marl_parallel.core import codec
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 ENVS = 3
 CASES = {
     "reward with a gradient": ("reward", Gradient, "the reward of agent 'b' must be a number, got Gradient"),

@@ -28,7 +28,7 @@ from marl_parallel.core.columns import Layout
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import Transition
 
-pytestmark = pytest.mark.needs("_codec", "_testcapi")
+pytestmark = [pytest.mark.needs("_codec", "_testcapi"), pytest.mark.release_independent]
 
 RECORDS = 3
 AGENTS = ["a", "b", 1000]

@@ -17,6 +17,8 @@ from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.core import codec
 from marl_parallel.vector import ArrayStepper
 
+pytestmark = pytest.mark.release_independent
+
 AGENTS = ["a", "b", "c"]
 BOX, BOX_OF_ALL = spaces.Box(-9, 9, (2,), np.float32), spaces.Box(-99, 99, (2,), np.float32)
 INFOS: dict[str, dict[Any, Any]] = {

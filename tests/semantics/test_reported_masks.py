@@ -18,7 +18,7 @@ from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 from marl_parallel.vector.stepper import ArrayStepper
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.in_turn, pytest.mark.release_independent]
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 WHERE = ["infos", "observations", "both", "large infos"]

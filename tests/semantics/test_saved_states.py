@@ -44,7 +44,7 @@ from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.in_turn, pytest.mark.release_independent]
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 OTHERS = {

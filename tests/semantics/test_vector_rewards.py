@@ -24,7 +24,7 @@ from marl_parallel.core.transition import Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 from marl_parallel.vector.scalarize import as_number, reward_rules
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.in_turn, pytest.mark.release_independent]
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 
