@@ -114,7 +114,7 @@ def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 def _on_another_setup(items: Iterable[pytest.Item], before: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Each test on one more setup than `before`: in processes, if it was in this process then, and the other way round.
 
-    Tests marked `every_setup` or `rest` keep all setups.
+    Tests marked `rest`, and those marked `every_setup` that are not `in_turn`, keep all setups.
     """
     backends = {item.nodeid.replace(str(setup), ""): setup.backend for item in before if (setup := _setup_of(item))}
     chosen: set[pytest.Item] = set()
@@ -122,7 +122,8 @@ def _on_another_setup(items: Iterable[pytest.Item], before: Iterable[pytest.Item
     for item in items:
         setup = _setup_of(item)
         test = item.nodeid.replace(str(setup), "")
-        if setup is None or test not in backends or any(map(item.get_closest_marker, ("every_setup", "rest"))):
+        marks = {mark for mark in ("every_setup", "in_turn", "rest") if item.get_closest_marker(mark) is not None}
+        if setup is None or test not in backends or "rest" in marks or marks == {"every_setup"}:
             chosen.add(item)
         else:
             changes = (setup.backend in _HERE) != (backends[test] in _HERE)

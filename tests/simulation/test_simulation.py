@@ -18,7 +18,7 @@ from simulation.shrinking import report
 
 pytestmark = pytest.mark.release_independent
 
-HISTORIES, AT_ONCE, FOR_KINDS = 900, 25, 400
+HISTORIES, AT_ONCE, FOR_KINDS = 700, 25, 400
 
 
 @pytest.fixture(autouse=True)
