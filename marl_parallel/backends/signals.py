@@ -175,8 +175,13 @@ def _unblock_after_fork() -> None:
 def _reset_in_forked_child() -> None:
     for number in _fork.handled:
         signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is _on_sigint:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     if _stack_signal is not None and sys.platform != "win32":
         faulthandler.unregister(_stack_signal)
+    is_interrupted = signal.getsignal(signal.SIGINT) in (_on_sigint, signal.default_int_handler)
+    if (
+        is_interrupted
+    ):  # what a handler raises in this hook is lost: a SIGINT that has come since the fork ends the child
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     _unblock_after_fork()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -328,16 +328,42 @@ def test_processes_of_simulators(start_method: str) -> None:
 def test_sigint_to_a_forked_process(start_method: str) -> None:
     """It is interrupted as usual, also while its worker is idle."""
 
+    def sleep(begun: Any) -> None:
+        begun.set()
+        time.sleep(60)
+
     def start(env: Any) -> int | None:
-        env.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        context = multiprocessing.get_context("fork")
+        begun = context.Event()
+        env.child = context.Process(target=sleep, args=(begun,), daemon=True)
         env.child.start()
+        begun.wait(60)
         return env.child.pid
 
     with ParallelEnv([Counting], num_workers=1, **arguments(start_method)) as env:
         (pid,) = env.call(start)
-        time.sleep(0.1)
         os.kill(pid, signal.SIGINT)
         assert env.call(lambda env: (env.child.join(30), env.child.exitcode)[1]) == (1,)
+
+
+INTERRUPTED = """
+import os, signal, time
+from marl_parallel.backends.signals import take_signals
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))
+take_signals(None, os.getppid())
+pid = os.fork()
+if not pid:
+    time.sleep(60)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("pure", ["0", "1"])
+def test_sigint_during_a_fork(pure: str) -> None:
+    """It ends the child, whose hooks still run: an exception there would be lost."""
+    environ = {**os.environ, "MARL_PARALLEL_PURE": pure}
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], env=environ, capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == (f"{-signal.SIGINT}\n", "")
 
 
 # -- reports of stacks -------------------------------------------------------------------------------------------------
