@@ -1,4 +1,4 @@
-"""`make`: a batch of equal environments from a name (module, file, registered id), on request with a facade.
+"""`make`: a batch of environments from names (module, file, registered id), on request with a facade.
 
 `find_constructor` resolves all names of environments, here and on the command line. `_open_pool` resolves names of
 simulators that step many environments by themselves, such as `vmas:balance`.
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Name: TypeAlias = str | Callable[..., Any]
+Names: TypeAlias = Name | Sequence[Name]
 Keywords: TypeAlias = Mapping[str, Any] | None
+OfEach: TypeAlias = Keywords | Sequence[Keywords]
 Wrapper: TypeAlias = Callable[[Any], Any]
 
 POOLS = ("envpool", "jaxmarl", "vmas")
@@ -61,79 +63,81 @@ _FACADES = {
 
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: None = None,
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: None = None,
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> ParallelEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["agilerl"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["agilerl"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.AgileRLVecEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["gymnasium"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["gymnasium"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.GymnasiumVectorEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["pettingzoo"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["pettingzoo"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.PettingZooVecEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["pymarl"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["pymarl"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.PyMARLConnections: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["rllib"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["rllib"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.RLlibVectorMultiAgentEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["sb3"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["sb3"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.SB3VecEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["tianshou"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["tianshou"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.TianshouVecEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["share"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["share"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.ShareVecEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["torchrl"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["torchrl"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.TorchRLEnv: ...  # fmt: skip
 @overload
 def make(
-    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["stacked"],
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["stacked"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.StackedVecEnv: ...  # fmt: skip
 def make(
-    name: Name,
+    name: Names,
     num_envs: int = 1,
-    env_kwargs: Keywords = None,
+    env_kwargs: OfEach = None,
     *,
     facade: FacadeName | None = None,
     facade_kwargs: Keywords = None,
     wrappers: Sequence[Wrapper] = (),
     **parallel_env_arguments: Any,
 ) -> Any:
-    """Make a `ParallelEnv` of `num_envs` equal environments, or a facade of it.
+    """Make a `ParallelEnv` of `num_envs` environments, or a facade of it.
 
     Args:
         name: What makes one environment: `module` or `module:attribute`; `path/to/file.py:function`, whose folder is
             added to `sys.path`; the id of a PettingZoo or Gymnasium environment; or a callable. See
             `docs/environments.md`. Or the name of a simulator that steps many environments by itself, without workers:
-            `envpool:CartPole-v1`, `vmas:balance`, `jaxmarl:MPE_simple_spread_v3`; see `docs/simulators.md`.
-        num_envs: How many environments.
+            `envpool:CartPole-v1`, `vmas:balance`, `jaxmarl:MPE_simple_spread_v3`; see `docs/simulators.md`. Or a list
+            of the names of different environments, which may have different agents; see `docs/agents.md`.
+        num_envs: How many environments; if `name` or `env_kwargs` is a list, how many of each. Environment i is number
+            `i % k` of the k different ones.
         env_kwargs: Keywords for each environment's constructor; or for `ParallelEnv.from_envpool`, `vmas.make_env`,
-            `jaxmarl.make`.
+            `jaxmarl.make`. Or a list of keywords for different environments, one for each name if there are several.
         facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"`,
             `"tianshou"` or `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless
             `auto_reset` is passed. None returns the `ParallelEnv`.
@@ -164,12 +168,15 @@ def make(
         >>> env.close()
     """
     arguments.checked_integer(num_envs, "num_envs")
-    _check_keywords("env_kwargs", "each environment's constructor", env_kwargs)
+    different = _different(name, env_kwargs)
     in_facade = _facade(facade, facade_kwargs)
-    pool, _, task = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if pool in POOLS and task:
-        opened = _open_pool(pool, task, num_envs, env_kwargs or {}, wrappers, parallel_env_arguments)
-        return facade_of(opened, in_facade)
+    for one, keywords in different:
+        pool, _, task = one.partition(":") if isinstance(one, str) else ("", "", "")
+        if pool in POOLS and task:
+            if len(different) > 1:
+                raise ValueError(f"{one} steps its environments by itself, so it cannot be one of several environments")
+            opened = _open_pool(pool, task, num_envs, keywords, wrappers, parallel_env_arguments)
+            return facade_of(opened, in_facade)
     if facade is not None:
         parallel_env_arguments = {"auto_reset": _FACADES[facade][1], **parallel_env_arguments}
     settings = Settings.of(parallel_env_arguments, hint="arguments of each environment go into env_kwargs")
@@ -178,12 +185,29 @@ def make(
     for place, wrapper in enumerate(wrappers):
         if not callable(wrapper):
             raise TypeError(f"wrappers[{place}] must be a callable that takes an environment, got {wrapper!r}")
-    constructor: Callable[..., Any] = functools.partial(find_constructor(name), **(env_kwargs or {}))
-    seed = settings.episodes.seed
-    arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))", seed=seed)
-    if wrappers:
-        constructor = Wrapped(constructor, tuple(wrappers))
-    return facade_of(ParallelEnv([constructor] * num_envs, **settings), in_facade)
+    constructors: list[Callable[..., Any]] = []
+    for one, keywords in different:
+        constructor: Callable[..., Any] = functools.partial(find_constructor(one), **keywords)
+        seed = settings.episodes.seed
+        arguments.check_signature(constructor, repr(one), "make(..., env_kwargs=dict({}))", seed=seed)
+        constructors.append(Wrapped(constructor, tuple(wrappers)) if wrappers else constructor)
+    return facade_of(ParallelEnv(constructors * num_envs, **settings), in_facade)
+
+
+def _different(name: Any, env_kwargs: Any) -> list[tuple[Name, Mapping[str, Any]]]:
+    """The different environments: their names, and the keywords of their constructors."""
+    if isinstance(name, list | tuple) and not name:
+        raise ValueError("name is an empty list: pass at least one name")
+    names, each = ([*one] if isinstance(one, list | tuple) else None for one in (name, env_kwargs))
+    if names is not None and each is not None and len(names) != len(each):
+        raise ValueError(f"expected one dict in env_kwargs for each of {len(names)} names, got {len(each)}")
+    if each is not None and not each:
+        raise ValueError("env_kwargs is an empty list: pass at least one dict of keywords")
+    keywords = [env_kwargs] * len(names or [name]) if each is None else each
+    for place, one in enumerate(keywords):
+        argument = "env_kwargs" if each is None else f"env_kwargs[{place}]"
+        _check_keywords(argument, "each environment's constructor", one)
+    return [*zip([name] * len(keywords) if names is None else names, [one or {} for one in keywords])]
 
 
 def _open_pool(

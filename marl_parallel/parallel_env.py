@@ -42,7 +42,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel import arguments, planning
-from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, Schema
+from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
 from marl_parallel.core import reports
@@ -69,7 +69,7 @@ from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.timeouts import Timeouts
 from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
-from marl_parallel.core.schema import common_schema, dumps_compactly
+from marl_parallel.core.schema import Common, common_schema, dumps_compactly
 from marl_parallel.core.script_generators import ScriptGenerators
 from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
@@ -77,7 +77,7 @@ from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner, deprecated_runner
 from marl_parallel.settings import DEFAULT_SEED, NAMES, START_TIMEOUT_S, Settings, is_default
 from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
-from marl_parallel.stepper import Batch, Calls, DictStepper, ResetArguments, Workers
+from marl_parallel.stepper import NO_STATE, Batch, Calls, DictStepper, ResetArguments, Workers
 from marl_parallel.types import (
     AdapterName,
     AutoresetName,
@@ -293,7 +293,7 @@ class ParallelEnv:
             at_resets = SettingsAtResets(envs.caller_settings)
             rebuilds = Rebuilds(
                 pool, transitions, envs.construction, block, seeds[0],
-                options_last=envs.schema.options_last, settings=at_resets,
+                options_last=envs.common.schema.options_last, settings=at_resets,
             )  # fmt: skip
             pool.extend(at_resets, rebuilds)
             if kept_steps is not None:
@@ -414,8 +414,28 @@ class ParallelEnv:
 
     @property
     def possible_agents(self) -> list[AgentID]:
-        """All agents that may appear, in the environment's own order; empty if they are not known beforehand."""
+        """All agents that may appear, in the environments' own order; empty if they are not known beforehand.
+
+        If environments differ in their agents, those of environment 0 come first, then the others of environment 1, ...
+        """
         return list(self.stepper.schema.possible_agents)
+
+    def possible_agents_of(self, env_id: int) -> list[AgentID]:
+        """The agents that may appear in one environment, in the order of `possible_agents`.
+
+        An agent that is not among them is not alive in this environment. See `docs/agents.md`.
+
+        Example:
+            >>> from functools import partial
+            >>> from marl_parallel import make
+            >>> from marl_parallel.wrappers import pad_spaces
+            >>> sizes, padded = [{"N": 1}, {"N": 2}], [partial(pad_spaces, shape=(12,))]
+            >>> with make("mpe2.simple_spread_v3", env_kwargs=sizes, wrappers=padded, num_workers=2) as env:
+            ...     env.possible_agents, env.possible_agents_of(0)
+            (['agent_0', 'agent_1'], ['agent_0'])
+        """
+        (env_id,) = self.stepper.batch.checked_ids([env_id])
+        return [*self.stepper.transitions.possible_agents_of(env_id)]
 
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
@@ -1180,8 +1200,8 @@ def _shares(settings: Settings, num_envs: int, backend: Backend, *, is_planned: 
 class _Environments(NamedTuple):
     """All environments, constructed in their workers."""
 
-    schema: Schema  # of all of them
-    common: bytes  # this schema, pickled, if their own ones differ in bounds or the order of keys
+    common: Common
+    described: bytes  # the common schema, pickled, if their own ones differ
     construction: Construction
     built: Mapping[int, Built]
     local_modules: list[ModuleType]  # that workers cannot import
@@ -1208,27 +1228,28 @@ def _construct(
     )  # fmt: skip
     if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
         warn(text)
-    schema, common = common_schema(described), b""
-    if any(one is not schema for one in described):  # the environments differ in bounds, or in the order of keys
+    common, pickled = common_schema(described), b""
+    if any(one is not common.schema for one in described):  # in agents, bounds, or the order of keys
         with by_value(local_modules):
-            common = dumps_compactly(schema)
-        construction = construction._replace(described=common)
-    return _Environments(schema, common, construction, built, local_modules, caller_settings)
+            pickled = dumps_compactly(common.schema)
+        construction = construction._replace(described=pickled, positions=common.positions or None)
+    return _Environments(common, pickled, construction, built, local_modules, caller_settings)
 
 
 def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockTransitions, Block]:
     """Allocate the block of all transitions, and let the workers attach to it."""
     episodes, arrays = settings.episodes, settings.workers.shared_memory
-    layout = Layout(envs.schema, len(pool.slots), arrays=arrays)
+    schema = envs.common.schema
+    layout = Layout(schema, len(pool.slots), arrays=arrays)
     memory = pool.backend.allocate(layout.nbytes, layout)
     compiled = codec == "c"
     infos_in_block = compiled and pool.backend.capabilities.shares_memory
-    block = Block(len(pool.slots), arrays, compiled, infos_in_block, envs.common)
+    block = Block(len(pool.slots), arrays, compiled, infos_in_block, envs.described)
     pool.execute(dict.fromkeys(range(len(pool.shares)), Request(Message.ATTACH, None, block)))
     transitions = BlockTransitions(
-        pool.slots, layout, memory, envs.schema.rules, episodes.mode,
-        copy=episodes.copy, check_actions=episodes.check_actions, needs_all_actions=envs.schema.needs_all_actions,
-        local_modules=envs.local_modules, episode_stats=episodes.episode_stats,
+        pool.slots, layout, memory, schema.rules, episodes.mode,
+        copy=episodes.copy, check_actions=episodes.check_actions, needs_all_actions=schema.needs_all_actions,
+        local_modules=envs.local_modules, episode_stats=episodes.episode_stats, agents=envs.common.agents(),
     )  # fmt: skip
     return transitions, block
 
@@ -1256,14 +1277,17 @@ def _batch(
     settings: Settings,
 ) -> Batch:
     """Environments in workers, with checks of their seeds."""
-    schema = envs.schema
+    schema, no_state, no_options = envs.common.schema, envs.common.no_state, envs.common.no_options
     workers, default_seed = Workers(pool, transitions, rebuilds, envs.local_modules), None
     check = None if seeds[0] is None else SeedCheck(envs.built, "seed" in schema.reset_keywords)
     if is_default(settings.episodes.seed) and DefaultSeed.reaches(envs.built[0], DEFAULT_SEED, schema.reset_keywords):
         default_seed = DefaultSeed(pool)
-    resets = ResetArguments(pool, transitions, schema, workers, seeds, check, default_seed)
+    resets = ResetArguments(pool, transitions, schema, workers, seeds, check, default_seed, no_options)
     arrays = functools.partial(BlockArrays, transitions)
-    return Batch(pool, transitions, arrays, schema, resets, workers, restarts=settings.faults.restarts)
+    no_state = f"these environments have no common global state: {no_state}" if no_state else NO_STATE
+    return Batch(
+        pool, transitions, arrays, schema, resets, workers, restarts=settings.faults.restarts, no_state=no_state
+    )
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:

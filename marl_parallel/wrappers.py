@@ -10,11 +10,17 @@ from gymnasium import Space, spaces
 
 from marl_parallel.action_masks import KEY, mask_of
 from marl_parallel.adapters import AgentID, Dicts, MultiAgentEnv, adapt
+from marl_parallel.arguments import checked_integer
 from marl_parallel.core.joining import padded_array, padded_space
 
 
-def pad_spaces(env: Any) -> MultiAgentEnv:
+def pad_spaces(
+    env: Any, shape: Sequence[int] | Mapping[str, Sequence[int]] = (), num_actions: int = 0
+) -> MultiAgentEnv:
     """Pad the agents' observations and actions, so that all have equal spaces.
+
+    With `shape` and `num_actions`, agents of different environments get equal spaces, too, such as on maps of different
+    sizes: `functools.partial(pad_spaces, shape=(80,), num_actions=12)`.
 
     Pass it as the last of the `wrappers`, since it returns a `MultiAgentEnv`.
 
@@ -33,9 +39,12 @@ def pad_spaces(env: Any) -> MultiAgentEnv:
 
     Args:
         env: An environment of any kind that `ParallelEnv` recognises, whose agents all declare both spaces.
+        shape: The least shape of `Box` observations; in `Dict` observations, of the entries with these keys.
+        num_actions: The least number of `Discrete` actions.
 
     Raises:
-        ValueError: Spaces differ in more than lengths or numbers of actions, or an agent has no space.
+        ValueError: Spaces differ in more than lengths or numbers of actions; an agent has no space; there is no `Box`
+            for `shape`, or it has another number of axes; or there are no `Discrete` actions for `num_actions`.
 
     Example:
         >>> import gymnasium
@@ -51,11 +60,13 @@ def pad_spaces(env: Any) -> MultiAgentEnv:
         ...     observations[0]["mouse"], env.action_space["cat"], env.action_masks[0]["cat"].astype(int)
         (array([1., 1., 0.], dtype=float32), Discrete(5), array([1, 1, 0, 0, 0]))
     """
-    return _Padded(adapt(env))
+    return _Padded(adapt(env), shape, num_actions)
 
 
 class _Padded(MultiAgentEnv):
-    def __init__(self, env: MultiAgentEnv) -> None:
+    def __init__(
+        self, env: MultiAgentEnv, shape: Sequence[int] | Mapping[str, Sequence[int]], num_actions: int
+    ) -> None:
         self._env, self.source = env, env.source
         for name in (
             "rules", "seeded_when_made", "options_last", "needs_all_actions", "all_may_act", "check_options",
@@ -70,13 +81,21 @@ class _Padded(MultiAgentEnv):
                     f"pad_spaces needs an {what} space of each agent, but only {[*declared]} of {agents} have one"
                 )
         self._own = {agent: env.action_spaces[agent] for agent in agents}
-        acts = _padded_space("Discrete actions with equal starts", [*self._own.values()], spaces.Discrete)
+        own: list[Any] = [*self._own.values()]
+        checked_integer(num_actions, "num_actions", 0)
+        if num_actions and not isinstance(own[0], spaces.Discrete):
+            raise ValueError(f"num_actions={num_actions!r} is for Discrete actions, but the action space is {own[0]}")
+        least = [spaces.Discrete(num_actions, start=own[0].start)] if num_actions else []
+        acts = _padded_space("Discrete actions with equal starts", [*own, *least], spaces.Discrete)
         is_padded = any(space != acts for space in self._own.values())
         self._num_actions = int(acts.n) if is_padded else 0
         self.mask_spaces = env.mask_spaces
         if is_padded:
             self.mask_spaces = dict.fromkeys(env.mask_spaces, spaces.MultiBinary(self._num_actions))
-        seen = [_with_masks_of(self._num_actions, space) for space in env.observation_spaces.values()]
+        masked = int(acts.n) if is_padded or num_actions else 0
+        seen = [_with_masks_of(masked, space) for space in env.observation_spaces.values()]
+        if len(shape := _checked_shape(shape)):
+            seen.append(_at_least(seen[0], shape))
         sees = _padded_space("Box observations of one dtype and number of axes", seen, spaces.Box, spaces.Dict)
         self._masks_in_infos = is_padded and not (isinstance(sees, spaces.Dict) and KEY in sees.spaces)
         self._reports_masks = is_padded and bool(env.mask_spaces)
@@ -131,6 +150,28 @@ def _padded_space(what: str, parts: Sequence[Any], *kinds: type) -> Any:
         return padded_space(parts, kinds)
     except ValueError as error:
         raise ValueError(f"pad_spaces pads {what}, but {error}") from None
+
+
+def _checked_shape(shape: Any) -> Any:
+    if isinstance(shape, Mapping):
+        return {key: _checked_shape(of_key) for key, of_key in shape.items()}
+    if not isinstance(shape, Sequence | np.ndarray) or isinstance(shape, str):
+        raise TypeError(f"shape must be a sequence of integers, or a dict of such sequences, got {shape!r}")
+    return tuple([checked_integer(size, "each size of shape", 0) for size in shape])
+
+
+def _at_least(space: Any, shape: Any) -> Any:
+    """A space like this one, in which the `Box`, or each entry with a key of `shape`, has the least shape."""
+    if isinstance(space, spaces.Dict) and isinstance(shape, Mapping) and {*shape} <= {*space}:
+        return spaces.Dict(
+            [(key, _at_least(part, shape[key]) if key in shape else part) for key, part in space.items()]
+        )
+    if not isinstance(space, spaces.Box) or isinstance(shape, Mapping) or len(shape) != len(space.shape):
+        raise ValueError(
+            f"shape={shape!r} does not fit the observation space {space}: pass one size for each axis of a Box, or a "
+            "dict of such shapes for entries of a Dict"
+        )
+    return spaces.Box(0, 0, tuple(shape), space.dtype)
 
 
 def _with_masks_of(size: int, space: Any) -> Any:

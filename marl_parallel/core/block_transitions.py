@@ -86,6 +86,7 @@ class BlockTransitions(Transitions):
         needs_all_actions: Whether an agent that acts but has no action is an error under dict rules too.
         local_modules: Modules that workers cannot import.
         episode_stats: Whether infos have the statistics of episodes.
+        agents: By environment, its own agents; only of environments that do not have all agents.
 
     Attributes:
         codec: Compiled code for the block; None if it is missing.
@@ -106,8 +107,10 @@ class BlockTransitions(Transitions):
         needs_all_actions: bool,
         local_modules: Sequence[ModuleType],
         episode_stats: bool,
+        agents: Mapping[int, Sequence[AgentID]] = MappingProxyType({}),
     ) -> None:
         layout.bind(buffer)
+        self._own_agents = agents
         self.layout, self.buffer = layout, buffer
         self.action_records = ActionRecords(layout, buffer)
         self.statistics = EpisodeStatistics(
@@ -524,6 +527,9 @@ class BlockTransitions(Transitions):
         return found
 
     # -- the state of each environment; callers must not change the lists ----------------------------------------------
+
+    def possible_agents_of(self, env_id: int) -> Sequence[AgentID]:
+        return self._own_agents.get(env_id, self.layout.schema.possible_agents)
 
     @property
     def acting(self) -> list[Sequence[AgentID]]:

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import JOINT, AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
 from marl_parallel.core.generators import EnvGenerators, GeneratorStates
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
@@ -69,6 +69,7 @@ class Episode:
     """One environment and its state.
 
     Attributes:
+        agents: The agents with a place in records, in this order: those of all environments of the batch.
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
         fast: For compiled code, a tuple of four: the simulator's `step`; None, or a function whose result is false if
             Python has to interpret the step; whether this result tells whose turn is next; and None, or a pair:
@@ -99,6 +100,7 @@ class Episode:
         joint: Callable[[], Any] | None = None,
     ) -> None:
         self.env, self.env_id, self.seeding, self.generators = env, env_id, seeding, generators
+        self.agents: Sequence[AgentID] = env.possible_agents
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
@@ -111,6 +113,7 @@ class Episode:
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool, tuple[Any, bytes] | None] | None = None
+        self._step: Callable[..., Any] = env.step
         self._fast_step: Callable[..., Any] = env.step if joint is None else with_joint(env.step, joint)
         if after_step is not None:
             self._fast_step = followed_by(self._fast_step, after_step)
@@ -121,6 +124,13 @@ class Episode:
         self._before_early: EnvGenerators | None = None
         self.ended_for_now = False
         self.options: bytes | None = None
+
+    def use_records_of(self, agents: Sequence[AgentID]) -> None:
+        """Set `agents`. If the environment has its agents in another order, it gets actions in its own order."""
+        own = self.env.possible_agents
+        if self.agents is own and [agent for agent in agents if agent in {*own}] != own:
+            self._step, self._fast_step = (in_own_order(step, own) for step in (self._step, self._fast_step))
+        self.agents = agents
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
@@ -189,7 +199,7 @@ class Episode:
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), (), events={})
         self._status.enter(self.env_id, _STEP)
         try:
-            dicts = self.env.step(actions)
+            dicts = self._step(actions)
         finally:
             self._status.leave()
         return self.interpret(dicts)
@@ -206,7 +216,7 @@ class Episode:
         if alive is None:
             alive = self._seen_and_not_ended(observations, ended)
         else:
-            self._flagged = (self._flagged | ended).intersection(self.env.possible_agents).difference(alive)
+            self._flagged = (self._flagged | ended).intersection(self.agents).difference(alive)
         events = self._events(before, were_dead, alive, observations, rewards, ended)
         self._note(alive, observations)
         if ALL not in terminateds or ALL not in truncateds:
@@ -253,7 +263,7 @@ class Episode:
         unseen, self._unseen = self._unseen, set()
         events = {}
         # Agents without a place in records may come without end.
-        known_dead = were_dead.intersection(self.env.possible_agents) if were_dead else ()
+        known_dead = were_dead.intersection(self.agents) if were_dead else ()
         for agent in {**dict.fromkeys([*before, *known_dead, *after, *ended]), **observations, **rewards}:
             observed, ends = agent in observations, agent in ended
             was_dead = agent in were_dead and (ends or agent not in alive)
@@ -326,7 +336,7 @@ class Episode:
 
     def _ranked(self, agents: list[AgentID]) -> list[AgentID]:
         """Sort agents, in place: the order of `possible_agents`, then as they came."""
-        rank = {agent: place for place, agent in enumerate(self.env.possible_agents)}
+        rank = {agent: place for place, agent in enumerate(self.agents)}
         agents.sort(key=lambda agent: rank.get(agent, len(rank)))
         return agents
 
@@ -345,7 +355,7 @@ class Episode:
             agents_left = None if self._dict_rules else self.env.agents_left
             if (lives := self._lives()) is not None:
                 self.fast = self._fast_step, None, False, (agents_left, lives)
-        elif self._flagged or self._unseen or self._alive != self.env.possible_agents:
+        elif self._flagged or self._unseen or self._alive != self.agents:
             return
         elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
             self._acting = [*self._acting]  # `_next_turn` writes into it
@@ -364,7 +374,7 @@ class Episode:
     def stand(self, standing: Standing) -> None:
         """Restore a result of `standing`; `env` is the environment of that time."""
         alive, acting, flagged, self._takes_turns, self._over, self._postponed = standing[:6]
-        self._alive, self._acting, self._flagged = [*alive], [*acting], {*flagged}
+        self._alive, self._acting, self._flagged = self._ranked([*alive]), self._ranked([*acting]), {*flagged}
         self._early, self._before_early = standing.early, standing.before_early
         self._unseen, self._past = {*standing.unseen}, {*standing.past}
         if (
@@ -377,7 +387,7 @@ class Episode:
 
     def _lives(self) -> bytes | None:
         """A byte for each possible agent, as in `Codec.lives`, and one more; None if other agents have appeared."""
-        possible = self.env.possible_agents
+        possible = self.agents
         lives = dict.fromkeys(possible, 0)
         for agents, bit in ((self._alive, _ALIVE), (self._flagged, _ENDED)):
             for agent in agents:
@@ -388,7 +398,7 @@ class Episode:
 
     def take_lives(self, lives: bytes) -> None:
         """Note which agents are alive after steps that compiled code has carried out."""
-        pairs = [*zip(self.env.possible_agents, lives, strict=True)]
+        pairs = [*zip(self.agents, lives, strict=True)]
         self._alive = [agent for agent, bits in pairs if bits & _ALIVE]
         self._flagged = {agent for agent, bits in pairs if bits & _ENDED}
 
@@ -397,7 +407,7 @@ class Episode:
         self._takes_turns = turn is not None
         if turn is not None:
             return [turn] if turn in self._alive else []
-        acting, possible = [*observations], self.env.possible_agents
+        acting, possible = [*observations], self.agents
         if acting != self._alive:
             alive = {*self._alive}
             acting = [agent for agent in acting if agent in alive]
@@ -449,6 +459,15 @@ def with_joint(step: Callable[..., Any], joint: Callable[[], Any]) -> Callable[.
     def stepped(actions: dict[Any, Any]) -> Any:
         value = joint()
         return step(actions if value is None else {JOINT: value})
+
+    return stepped
+
+
+def in_own_order(step: Callable[..., Any], agents: Sequence[AgentID]) -> Callable[..., Any]:
+    """A simulator's step, with actions in the order of `agents`."""
+
+    def stepped(actions: dict[Any, Any]) -> Any:
+        return step(in_order(actions, agents))
 
     return stepped
 

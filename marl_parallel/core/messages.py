@@ -153,6 +153,7 @@ class Construction(NamedTuple):
     traced: bool = False  # whether the worker traces from now on
     rebuilds: int = 0  # how often these environments have been rebuilt
     described: bytes = b""  # the pickled `Schema` of all environments, for rebuilds
+    positions: Mapping[int, Sequence[int]] | None = None  # by environment, as in `schema.Common`, for rebuilds
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it

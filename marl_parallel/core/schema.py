@@ -10,61 +10,191 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters.protocol import AgentID, GroupSpaces, InvalidAgents, Schema
 from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, loads
 
 
-def common_schema(described: Sequence[Schema]) -> Schema:
-    """The description of all environments; raises `ValueError` if they differ in rules, agents or spaces.
+class Common(NamedTuple):
+    """The description of all environments of a batch.
+
+    Attributes:
+        schema: Its agents are those of all environments, in order of first appearance.
+        positions: By environment, the positions of its own agents among these, in its own order; only of environments
+            that do not have all of them in the same order.
+        no_state: Why there is no global state although environments have one; "" if that is not so.
+        no_options: The environments whose `reset` takes no options, if others take some.
+    """
+
+    schema: Schema
+    positions: dict[int, list[int]]
+    no_state: str
+    no_options: frozenset[int]
+
+    def agents(self) -> dict[int, list[AgentID]]:
+        """By environment, its own agents in the order of all; only of environments that do not have all agents."""
+        everyone = self.schema.possible_agents
+        return {
+            env_id: [everyone[position] for position in sorted(own)]
+            for env_id, own in self.positions.items()
+            if len(own) < len(everyone)
+        }
+
+
+def common_schema(described: Sequence[Schema]) -> Common:
+    """The description of all environments, which may differ in their agents and in their global states.
 
     Spaces of what environments return may differ in their bounds: the description has the bounds of all.
+
+    Raises:
+        ValueError: Environments differ in rules, or in a space of an agent; or only some know their agents beforehand.
     """
     common = first = described[0]
+    no_state = ""
     for env_id, other in enumerate(described):
         if other is first:  # several environments may share one description
             continue
+        if not no_state and (text := _difference_in_state(common, other)):
+            no_state = f"environment {env_id} differs from the environments before it in {text}"
+        if no_state:
+            common, other = (replace(one, state_space=None) for one in (common, other))
         common = _widened(common, other)
-        if text := difference(common, other):
-            others = "environment 0" if common is first else "the environments before it"
+        if text := _difference_in_kind(common, other):
             raise ValueError(
-                "all environments must have the same agents and spaces, but environment "
-                f"{env_id} differs from {others} in {text}"
+                f"environment {env_id} differs from the environments before it in {text}. Use a ParallelEnv for each "
+                "kind of environment"
             )
-    return common
+        if text := _difference_in_spaces(common, other):
+            same = [one for one in range(env_id) if _difference_in_spaces(described[one], other) == text]
+            others = f"environment {same[0]}" if same else "the environments before it"
+            raise ValueError(
+                f"environment {env_id} differs from {others} in {text}. An agent needs equal spaces in all "
+                "environments that have it"
+            )
+        common = _with_agents_of(common, other)
+    position = {agent: place for place, agent in enumerate(common.possible_agents)}
+    positions = {
+        env_id: [position[agent] for agent in one.possible_agents]
+        for env_id, one in enumerate(described)
+        if one.possible_agents != common.possible_agents
+    }
+    if positions and common.state_space is not None and common.state_per_agent:
+        no_state = "its first axis is the agents, and environments do not have the same agents in the same order"
+        common = replace(common, state_space=None)
+    if positions:  # what a simulator gets for all of its agents is not what facades send for all agents of the batch
+        common = replace(common, joint_actions="", all_may_act=False)
+    takes_options = ["options" in one.reset_keywords for one in described]
+    no_options = [env_id for env_id, takes in enumerate(takes_options) if not takes]
+    return Common(common, positions, no_state, frozenset(no_options if any(takes_options) else ()))
 
 
-def difference(first: Schema, other: Schema) -> str | None:
-    """How another description differs from the first one: "the action space of agent ...: got ..., expected ...".
+def _with_agents_of(ours: Schema, theirs: Schema) -> Schema:
+    """The first description with the agents of both, and with what is true of both."""
+    changed: dict[str, Any] = {}
+    if keywords := {*theirs.reset_keywords}.difference(ours.reset_keywords):
+        changed["reset_keywords"] = tuple(sorted(keywords.union(ours.reset_keywords)))
+    if theirs.joint_actions != ours.joint_actions:
+        changed["joint_actions"] = ""
+    if ours.all_may_act and not theirs.all_may_act:
+        changed["all_may_act"] = False
+    known = {*ours.possible_agents}
+    if new := [agent for agent in theirs.possible_agents if agent not in known]:
+        changed["possible_agents"] = [*ours.possible_agents, *new]
+        for name in _OF_AGENTS:
+            declared, others = getattr(ours, name), getattr(theirs, name)
+            changed[name] = {**declared, **{agent: others[agent] for agent in new if agent in others}}
+    return replace(ours, **changed) if changed else ours
 
-    None also if what the other one's environment returns has narrower bounds.
+
+def difference(first: Schema, other: Schema, positions: Sequence[int] | None = None) -> str | None:
+    """How the description of an environment differs from the common one: "the action space of agent ...: got ...".
+
+    `positions` are those of the agents that it must have; None for all. None also if what the environment returns has
+    narrower bounds.
     """
+    if text := _difference_in_kind(first, other):
+        return text
+    expected = first.possible_agents
+    if positions is not None:
+        expected = [expected[position] for position in positions]
+    if other.possible_agents != expected:
+        return _against("possible_agents", other.possible_agents, expected)
+    if first.state_space is not None:
+        if not _includes(first.state_space, other.state_space):
+            return _against("the state space", other.state_space, first.state_space)
+        if other.state_per_agent != first.state_per_agent:
+            return _against("state_per_agent", other.state_per_agent, first.state_per_agent)
+    return _difference_in_spaces(first, other)
+
+
+def _difference_in_kind(first: Schema, other: Schema) -> str | None:
+    """As `difference`: in what simulators expect, and in whether agents are known beforehand."""
     if other.rules is not first.rules:
         return _against("rules", other.rules.value, first.rules.value)
-    if other.possible_agents != first.possible_agents:
+    for name in ("seeded_when_made", "options_last", "needs_all_actions"):
+        ours, theirs = getattr(first, name), getattr(other, name)
+        if theirs != ours:
+            return _against(name, theirs, ours)
+    if bool(other.possible_agents) != bool(first.possible_agents):
         return _against("possible_agents", other.possible_agents, first.possible_agents)
-    if not _includes(first.state_space, other.state_space):
-        return _against("the state space", other.state_space, first.state_space)
+    return None
+
+
+def _difference_in_state(first: Schema, other: Schema) -> str | None:
+    """As `difference`: in global states, except their bounds."""
+    one, another = first.state_space, other.state_space
+    if one is not another and (one is None or another is None or union(one, another) is None):
+        return _against("the state space", another, one)
+    if one is not None and other.state_per_agent != first.state_per_agent:
+        return _against("state_per_agent", other.state_per_agent, first.state_per_agent)
+    return None
+
+
+def _difference_in_spaces(first: Schema, other: Schema) -> str | None:
+    """As `difference`: in the spaces of agents that both have."""
+    of_one = {*first.possible_agents} ^ {*other.possible_agents}
     for kind in ("observation", "action", "reward", "mask"):
         ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
         same = _includes if f"{kind}_spaces" in _RETURNED else partial(equal, classes=True)
         for agent in {**ours, **theirs}:
             one, another = ours.get(agent), theirs.get(agent)
-            if not same(one, another):
+            if agent not in of_one and not same(one, another):
                 what = f"the {'space of the action mask' if kind == 'mask' else f'{kind} space'} of agent {agent!r}"
                 text = _against(what, another, one)
                 if kind == "action" and one is not None and another is not None and union(one, another) is not None:
                     text += (
                         ". Only what environments return may differ in bounds: each action must fit all environments"
                     )
+                if kind in ("observation", "action") and _can_be_padded(kind, one, another):
+                    arguments = "num_actions=" if kind == "action" else "shape= and num_actions="
+                    text += f". The wrapper marl_parallel.wrappers.pad_spaces pads them, with {arguments}"
                 return text
     return None
 
+
+def _can_be_padded(kind: str, one: Any, another: Any) -> bool:
+    """Whether two spaces that differ can be padded to the same sizes."""
+    if type(one) is not type(another):
+        return False
+    if kind == "action":
+        return isinstance(one, spaces.Discrete) and bool(one.start == another.start)
+    if isinstance(one, spaces.Dict):
+        return one.keys() == another.keys() and all(
+            equal(one[key], another[key]) or key == ACTION_MASK or _can_be_padded(kind, one[key], another[key])
+            for key in one
+        )
+    same_axes = isinstance(one, spaces.Box) and one.dtype == another.dtype and len(one.shape) == len(another.shape)
+    return same_axes and one.shape != another.shape
+
+
+_OF_AGENTS = ("observation_spaces", "action_spaces", "reward_spaces", "mask_spaces")
+"""The spaces of agents."""
 
 _RETURNED = ("observation_spaces", "reward_spaces")
 """The spaces of agents that may differ in their bounds, as `state_space` may."""

@@ -244,6 +244,10 @@ class Transitions(View[Sequence[Mapping[Any, Any]], Columns]):
         """
         return None
 
+    @abstractmethod
+    def possible_agents_of(self, env_id: int) -> Sequence[AgentID]:
+        """The agents that may appear in one environment; empty if they are not known beforehand."""
+
     @property
     @abstractmethod
     def acting(self) -> Sequence[Sequence[AgentID]]:

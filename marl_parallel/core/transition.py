@@ -16,7 +16,7 @@ from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts, described
-from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.pickling import dumps, in_order, loads
 from marl_parallel.core.spaces import unreadable
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
@@ -78,6 +78,19 @@ def is_empty_info(info: Any) -> bool:
 def are_empty(infos: Collection[Any]) -> bool:
     """Whether each of these infos is `{}`."""
     return all([type(info) is dict and not info for info in infos])  # noqa: C419  # half the price of a generator
+
+
+def ordered(transition: Transition, agents: Sequence[AgentID]) -> Transition:
+    """The same transition, with these agents first, in this order, in all dicts and lists."""
+    return Transition(*[_ordered(values, agents) for values in transition])
+
+
+def _ordered(values: Any, agents: Sequence[AgentID]) -> Any:
+    if values is None:
+        return None
+    if isinstance(values, Mapping):
+        return in_order(dict(values), agents)
+    return [*in_order(dict.fromkeys(values), agents)]
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

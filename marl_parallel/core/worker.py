@@ -302,13 +302,16 @@ class Worker:
     def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
         seed = construction.seeds[env_id]
         derives_from = (seed, 0) if construction.derived_seeds and seed is not None else None
-        return Episode(
+        episode = Episode(
             env, env_id, construction.mode, self._status, derives_from,
             generators=self._generators if construction.derived_seeds else None,
             # Without this worker: it has the episode, and only the garbage collector would free both.
             after_step=functools.partial(_write_masks, self._mask_columns, env_id, env) if env.mask_spaces else None,
             joint=functools.partial(_read_joint, self._joint_columns, env_id) if env.joint_actions else None,
         )  # fmt: skip
+        if self._layout is not None:
+            episode.use_records_of(self._layout.schema.possible_agents)
+        return episode
 
     def _new_env(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
         """A new environment, how its seed reached it, and the large arrays of its constructor."""
@@ -389,8 +392,11 @@ class Worker:
         return origin.seeds(env_id, construction.rebuilds)
 
     def _attach(self, env_id: int, payload: Block) -> None:
-        if self._layout is not None:
-            return  # one block for all environments
+        layout = self._layout or self._laid_out(env_id, payload)  # one block for all environments
+        self._episodes[env_id].use_records_of(layout.schema.possible_agents)
+
+    def _laid_out(self, env_id: int, payload: Block) -> Layout:
+        """Open the block."""
         num_records, arrays, compiled, infos_in_block, described = payload
         # Agents whose spaces are equal here may have different ones in other environments, and lie apart in the block.
         schema = loads(described) if described else Schema.of(self._episodes[env_id].env)
@@ -406,6 +412,7 @@ class Worker:
             self._mask_columns.append(layout.masks)
         if layout.joint is not None:
             self._joint_columns.append(layout.joint)
+        return layout
 
     def _construct(self, env_id: int, payload: Mapping[int, Construct]) -> bytes | None:
         construction, block, begins, pickled, outputs, options, saved = payload[env_id]
@@ -421,10 +428,9 @@ class Worker:
         self._neighbours.forget(env_id)
         built = self._access(env_id, construction)
         # Before the block is laid out for this environment: the records of the others are in the block, too.
-        if built.description != construction.described:
-            text = difference(loads(construction.described), loads(built.description))
-            if text is not None:
-                raise Refusal(ValueError, f"the environment differs after its restart in {text}")
+        text = _difference(env_id, construction, built.description)
+        if text is not None:
+            raise Refusal(ValueError, f"the environment differs after its restart in {text}")
         self._attach(env_id, block)
         self._outputs(env_id, outputs)
         keywords = {} if pickled is None else loads(pickled)
@@ -634,10 +640,7 @@ class Worker:
         copies_before = None if self._generators is None else self._generators.copies.states()
         try:
             self._loaded[env_id] = beside = self._made_beside(env_id, new, saved)
-            described = dumps_compactly(Schema.of(beside.loaded.env))
-            if described != construction.described and (
-                text := difference(loads(construction.described), loads(described))
-            ):
+            if text := _difference(env_id, construction, dumps_compactly(Schema.of(beside.loaded.env))):
                 text = f"the state differs from the environments here in {text}"
                 raise Refusal(ValueError, f"its state cannot be loaded: {text}.{_AS_SAVED}")
         except Refusal:
@@ -744,6 +747,14 @@ class Worker:
         if (episode := self._episodes.get(env_id)) is not None:
             with self._status.during(env_id, Activity.CLOSE):
                 episode.env.close()
+
+
+def _difference(env_id: int, construction: Construction, description: bytes) -> str | None:
+    """How the pickled description of an environment differs from what it must be; None if it does not."""
+    if description == construction.described:
+        return None
+    positions = None if construction.positions is None else construction.positions.get(env_id)
+    return difference(loads(construction.described), loads(description), positions)
 
 
 class _Beside(NamedTuple):

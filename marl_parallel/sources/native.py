@@ -406,6 +406,9 @@ class SimulatorSource(Source, Transitions):
 
     # -- where each environment stands -----------------------------------------------------------------------------
 
+    def possible_agents_of(self, env_id: int) -> Sequence[AgentID]:
+        return self._agents
+
     @property
     def acting(self) -> list[list[AgentID]]:
         return self._agents_with("acting")

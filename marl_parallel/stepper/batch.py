@@ -18,7 +18,7 @@ from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.exclusive import CALL, exclusive
 from marl_parallel.core.messages import Message
 from marl_parallel.core.source import Source, Transitions
-from marl_parallel.stepper.outputs import WorkerOutputs
+from marl_parallel.stepper.outputs import NO_STATE, WorkerOutputs
 from marl_parallel.stepper.resets import ResetArguments
 from marl_parallel.stepper.workers import Workers
 from marl_parallel.types import ParallelEnvError
@@ -37,6 +37,7 @@ class Batch:
         resets: The seeds and options of resets.
         workers: The worker pool and its helpers; None for a simulator that steps many environments by itself.
         restarts: Whether environments that fail are rebuilt.
+        no_state: The error where there is no global state.
 
     Attributes:
         guard: One call at a time: of all methods of `ParallelEnv` and of its facades.
@@ -56,12 +57,14 @@ class Batch:
         workers: Workers | None = None,
         *,
         restarts: bool = False,
+        no_state: str = NO_STATE,
     ) -> None:
         self.source, self.transitions, self.schema, self.workers = source, transitions, schema, workers
         self._new_arrays, self._arrays = arrays, weakref.WeakSet[ArrayView]()
         self.mode, self.env_ids, self.num_envs = transitions.mode, transitions.env_ids, len(transitions.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": transitions.mode}, schema.render_mode
-        self.resets, self.restarts, self._outputs = resets, restarts, WorkerOutputs(workers, schema)
+        self.resets, self.restarts, self._outputs = resets, restarts, WorkerOutputs(workers, schema, no_state)
+        self.no_state = no_state
         self.guard = self._guard = source.guard
         self.calling = self.all_have_reset = self.has_warned_of_draws = False
         self.stepped_by: Callable[[], object] = lambda: None

@@ -19,8 +19,8 @@ NO_STATE = "these environments have no global state: give them a method state() 
 class WorkerOutputs:
     """What the workers of a batch write besides transitions, from one call of these methods on."""
 
-    def __init__(self, workers: Workers | None, schema: Schema) -> None:
-        self._workers, self._schema = workers, schema
+    def __init__(self, workers: Workers | None, schema: Schema, no_state: str) -> None:
+        self._workers, self._schema, self._no_state = workers, schema, no_state
         self._outputs = Outputs()
         self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
 
@@ -30,7 +30,7 @@ class WorkerOutputs:
         Raises `NotImplementedError` if the environments have no state.
         """
         if self._workers is None or self._schema.state_space is None:
-            raise NotImplementedError(NO_STATE)
+            raise NotImplementedError(self._no_state)
         self._have_written(self._workers, self._outputs._replace(states=True))
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:

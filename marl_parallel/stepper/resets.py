@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -45,10 +45,12 @@ class ResetArguments:
         seed_check: Whether the seeds of environments make a difference, until all have been reset once; None for no
             check.
         default_seed: A check of the default seed, until environment 0 gets another one.
+        no_options: See below.
 
     Attributes:
         seeds: The seed that each environment got, or declared last.
-        takes_options: Whether the environments' `reset` takes options.
+        takes_options: Whether `reset` of an environment takes options.
+        no_options: The environments whose `reset` takes none, if others do. Options for all leave them out.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class ResetArguments:
         seeds: Sequence[int | None],
         seed_check: SeedCheck | None = None,
         default_seed: DefaultSeed | None = None,
+        no_options: Collection[int] = (),
     ) -> None:
         self._source, self._transitions, self._schema, self._workers = source, transitions, schema, workers
         self._env_ids, self._local_modules = transitions.env_ids, [] if workers is None else workers.local_modules
-        self.takes_options = "options" in schema.reset_keywords
+        self.takes_options, self.no_options = "options" in schema.reset_keywords, no_options
         self.seeds: tuple[int | None, ...] = tuple(seeds)
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds: list[int | None] = [*self.seeds]
@@ -241,9 +244,18 @@ class ResetArguments:
 
     def _checked_options(self, options: Options, env_ids: Sequence[int]) -> Sequence[dict[str, Any] | None]:
         options_of = checked_options(options, env_ids)
-        for env_options in options_of:
-            if env_options is not None:
-                self._schema.check_options(env_options)
+        for place, env_id in enumerate(env_ids):
+            if options_of[place] is None:
+                continue
+            if env_id not in self.no_options:
+                self._schema.check_options(options_of[place])
+            elif isinstance(options, list):
+                raise ValueError(
+                    f"environment {env_id}: options={options_of[place]!r}, but its `reset` takes no options: pass None "
+                    f"for the environments {sorted(self.no_options)}"
+                )
+            else:  # one dict is for those that take options
+                options_of[place] = None
         return options_of
 
     # -- seeds -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from marl_parallel.core.records import Columns
 from marl_parallel.core.view import ActionsT, ResultT, View
 from marl_parallel.core.warn import warn
 from marl_parallel.stepper.batch import Batch
-from marl_parallel.stepper.outputs import NO_STATE
 from marl_parallel.stepper.resets import Options, Seeds
 
 
@@ -130,7 +129,7 @@ class Stepper(Generic[ActionsT, ResultT]):
         """The current global states of environments, in a new array; errors are as in `ParallelEnv.state`."""
         self.batch.check_idle("state")
         if self.schema.state_space is None or self.workers is None:
-            raise NotImplementedError(NO_STATE)
+            raise NotImplementedError(self.batch.no_state)
         ids = self.batch.checked_ids(env_ids)
         self.batch.check_has_reset(ids, "state")
         self.source.execute_in(Message.STATE, ids)

@@ -163,9 +163,13 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no environment {env_id!r}; env_id must be 0 to {env.num_envs - 1}")
         self._env, self._stepper, self._env_id, self._note = env, stepper, env_id, note
-        self.metadata, self.render_mode, self.possible_agents = env.metadata, env.render_mode, env.possible_agents
-        self.observation_spaces, self.action_spaces = stepper.schema.observation_spaces, stepper.schema.action_spaces
-        self.reward_spaces = stepper.schema.reward_spaces
+        self.metadata, self.render_mode = env.metadata, env.render_mode
+        self.possible_agents = env.possible_agents_of(env_id)
+        schema, own = stepper.schema, {*self.possible_agents}
+        self.observation_spaces, self.action_spaces, self.reward_spaces = (
+            of_all if len(own) == len(schema.possible_agents) else {a: one for a, one in of_all.items() if a in own}
+            for of_all in (schema.observation_spaces, schema.action_spaces, schema.reward_spaces)
+        )
         if env.state_space is not None:
             self.state_space = env.state_space
 
@@ -188,7 +192,9 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         self, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[AgentID, Any], dict[AgentID, Any]]:
         """Begin a new episode; options are dropped if the simulator's own `reset` takes none."""
-        seeds, options = None if seed is None else [seed], options if self._stepper.takes_options else None
+        seeds, resets = None if seed is None else [seed], self._stepper.batch.resets
+        if not resets.takes_options or self._env_id in resets.no_options:
+            options = None
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
         self._note(self._env_id, observations, {})
         return observations, infos

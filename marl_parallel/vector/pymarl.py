@@ -81,7 +81,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
 
     Raises:
-        ValueError: The environments have another interface, or `auto_reset` is not False.
+        ValueError: The environments have another interface or different agents, or `auto_reset` is not False.
 
     Example:
         >>> from marl_parallel import ParallelEnv
@@ -218,7 +218,13 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def _check_interface(self) -> None:
         """Raise `ValueError` unless the environments have PyMARL's interface."""
-        schema = self._stepper.schema
+        schema, of_env = self._stepper.schema, self.env.possible_agents_of
+        for env_id in range(self.env.num_envs):
+            if len(own := of_env(env_id)) < len(self._agents):
+                raise ValueError(
+                    "PyMARLConnections needs environments with the same agents, since the runner has one number of "
+                    f"agents, but environment {env_id} has only {own} of {[*self._agents]}"
+                )
         action_spaces = [schema.action_spaces[agent] for agent in self._agents]
         try:
             self.env.call("get_env_info", env_ids=[0])

@@ -337,8 +337,11 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
     def __init__(self, env: ParallelEnv, env_id: int) -> None:
         super().__init__()
         self._env, self._env_id = env, env_id
-        self.possible_agents, self.agents = env.possible_agents, env.possible_agents
-        seen, acts = env.stepper.schema.observation_spaces, env.stepper.schema.action_spaces
+        own, schema = env.possible_agents_of(env_id), env.stepper.schema
+        self.possible_agents, self.agents = own, [*own]
+        seen, acts = schema.observation_spaces, schema.action_spaces
+        if own != schema.possible_agents:
+            seen, acts = ({agent: of_all[agent] for agent in own if agent in of_all} for of_all in (seen, acts))
         self.observation_spaces, self.action_spaces = _from_zero(seen), _from_zero(acts)
         self.observation_space = _joined(seen) if seen else None
         self.action_space = _joined(acts) if acts else None

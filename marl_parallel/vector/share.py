@@ -424,14 +424,14 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
     def _own_spaces(self) -> tuple[list[Any], list[Any], list[Any]] | None:
         """The lists of spaces that the simulator itself has; None if it has none."""
         try:
-            share = self.env.get_attr("share_observation_space")[0]
+            share = self.env.call("share_observation_space", env_ids=[0])[0]
         except AttributeError:
             return None
         shared = attributes.listed(share)
         if len(shared) != self.n_agents:
             return None  # in other simulators, the next two may be methods that take an agent
         observed, acted = (
-            attributes.listed(self.env.get_attr(name)[0]) for name in ("observation_space", "action_space")
+            attributes.listed(self.env.call(name, env_ids=[0])[0]) for name in ("observation_space", "action_space")
         )
         return (observed, shared, acted) if len(observed) == len(acted) == self.n_agents else None
 
@@ -654,7 +654,8 @@ class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArra
         env: With `auto_reset=True`. No other facade may step it. With `copy=False`, observations, also those in infos,
             are valid until the next step.
         share: `"state"`: share observations are the simulator's states. `"joined"`: they are the observations of all
-            agents, one after the other. `"auto"`: `"state"` if the simulator has one.
+            agents, one after the other. `"auto"`: `"state"` if the simulators have a common one; environments with
+            different agents often have none, see `docs/agents.md`.
         pad: Whether observations and actions of different sizes are padded with zeros, and with actions that are not
             available. The lists of spaces have the padded ones.
         scalarize: Turns vector rewards into numbers, as in `FacadeStepper`.

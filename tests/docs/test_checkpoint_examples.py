@@ -77,6 +77,14 @@ def test_preempted_training_learns(tmp_path):
     assert time.monotonic() - started < 110
 
 
+def test_team_sizes():
+    """Large teams learn in a batch with small ones."""
+    alone, together = run("team_sizes.py", "--steps", "2500", "--num-workers", "1").splitlines()
+    share = together.rpartition(": ")[2].partition("%")[0]
+    assert alone.startswith("teams of [4] robots: 0%")
+    assert int(share) > 30
+
+
 def test_curriculum():
     """The chargers come to be as far away as they should."""
     few = ["--steps", "700", "--num-envs", "4", "--num-workers", "1", "--distance", "6"]

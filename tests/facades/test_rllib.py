@@ -23,6 +23,7 @@ from simulators.deterministic import Hunt, Skirmish
 from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
 from simulators.every_space import draw
 from simulators.rllib_envs import DyingRLlibAgents, WithFrames
+from simulators.teams import Team, names
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.spaces import to_zero
@@ -227,3 +228,20 @@ except ImportError as error:
     assert 'pip install "marl-parallel[rllib]", or in a checkout: pip install -e ".[rllib]"' in output.stdout, (
         output.stderr
     )
+
+
+def test_environments_with_different_agents():
+    """Each stand-in has its own agents and spaces; so have dicts."""
+    teams = [names(0, 1), names(2, 1)]
+    env = RLlibVectorMultiAgentEnv(
+        ParallelEnv([functools.partial(Team, team) for team in teams], "NEXT_STEP", backend="serial")
+    )
+    for stand_in, own in zip(env.envs, [names(0, 1), names(1, 2)]):
+        assert stand_in.possible_agents == [*stand_in.observation_spaces] == [*stand_in.action_spaces] == own
+        assert {*stand_in.observation_space} == {*own}
+    observations, _ = env.reset()
+    actions = [dict.fromkeys(of_env, 1) for of_env in observations]
+    assert [{*of_env} for of_env in actions] == [{*team} for team in teams]
+    _, rewards, *_ = env.step(actions)
+    assert rewards == [dict.fromkeys(team, 1.0) for team in (names(0, 1), names(1, 2))]
+    env.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import UserDict
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from simulators.dict_rules import DictRules
+from simulators.teams import Team, names
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import SB3VecEnv
@@ -74,3 +76,22 @@ def test_wrong_seed_is_refused_at_once(seed, build_facade):
         env.seed(seed)
     env.reset()
     assert env.env.seed() == (3, 4)
+
+
+def test_saved_states_beside_other_agents():
+    """The sums and infos of an environment are its agents', wherever their rows are."""
+    teams = [names(0, 1), names(1, 2), names(2, 3)]
+    saved = SB3VecEnv(ParallelEnv([functools.partial(Team, team) for team in teams[1:]], backend="serial"))
+    larger = SB3VecEnv(ParallelEnv([functools.partial(Team, team) for team in teams], backend="serial"))
+    for env in (saved, larger):
+        env.reset()
+        env.step(np.arange(env.num_envs) % 4)
+    larger.load_state(saved.save_state(), [1, 2])
+    for _ in range(5):
+        saved.step(np.ones(6, np.int64))
+        larger.step(np.ones(12, np.int64))
+    ended, infos = saved.step(np.ones(6, np.int64))[3], larger.step(np.ones(12, np.int64))[3]
+    # Rows are agents 1 to 3 there, and 0 to 3 here.
+    for row, expected in zip((5, 6, 10, 11), (0, 1, 4, 5), strict=True):
+        assert infos[row]["episode"]["r"] == ended[expected]["episode"]["r"] > 0
+        assert infos[row]["episode"]["l"] == ended[expected]["episode"]["l"] == 7

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from simulators.deterministic import Hunt, Recycler, Relay, Skirmish
 from simulators.every_space import EverySpace, draw
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
+from simulators.teams import PettingZooTeam, Team, names
 from simulators.tuple_envs import Cooperative, Foraging, Intersection, Pathfinding
 
 from helpers.comparison import assert_same
@@ -96,7 +97,18 @@ def imported(name: str, **keywords: Any) -> list[Callable[..., Any]]:
 
 TUPLES = ["intersection", "pathfinding"]
 RETURNING = ["returning", "returning_corpses", "returning_zoo", "returning_ghosts"]
-SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo", *RETURNING, *TUPLES]
+TEAMS = ["teams", "teams_zoo"]
+SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo", *RETURNING, *TUPLES, *TEAMS]
+
+
+def teams(kind: Callable[..., Any], **arguments: Any) -> list[Callable[..., Any]]:
+    """Environments with different agents: some have no common one, and one names them in another order."""
+    return [
+        functools.partial(kind, names(0, 1, 2), 9, dies="agent_1", **arguments),
+        functools.partial(kind, names(1, 0), 5, **arguments),
+        functools.partial(kind, names(3), 7, **arguments),
+        functools.partial(kind, names(2, 4, 1), 8, dies="agent_4", **arguments),
+    ]
 
 
 @functools.cache
@@ -117,6 +129,8 @@ def scenario(name: str) -> Scenario:
         "returning_corpses": lambda: [functools.partial(ReturningAgents, corpses=True)] * NUM_ENVS,
         "returning_zoo": lambda: [ReturningPettingZooAgents] * NUM_ENVS,
         "returning_ghosts": lambda: [functools.partial(ReturningPettingZooAgents, ghosts=True)] * NUM_ENVS,
+        "teams": lambda: teams(Team, returns=True),
+        "teams_zoo": lambda: teams(PettingZooTeam),
         "spread": lambda: imported("mpe2.simple_spread_v3", max_cycles=9),
         "spread_continuous": lambda: imported("mpe2.simple_spread_v3", max_cycles=9, continuous_actions=True),
         "adversary": lambda: imported("mpe2.simple_adversary_v3", max_cycles=7),

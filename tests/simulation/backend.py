@@ -323,13 +323,21 @@ class SimulatedBackend(Backend):
         standbys: Whether it has them.
         hybrid: Whether worker 0 is the caller's own thread: it carries out requests while the caller waits, and neither
             dies nor hangs.
+        differ: Whether environments have different agents.
         left_out: Faults that do not occur, to find those that matter.
     """
 
     def __init__(
-        self, number: int, rates: Rates, *, standbys: bool, hybrid: bool, left_out: frozenset[Fault] = frozenset()
+        self,
+        number: int,
+        rates: Rates,
+        *,
+        standbys: bool,
+        hybrid: bool,
+        differ: bool,
+        left_out: frozenset[Fault] = frozenset(),
     ) -> None:
-        self.number, self.rates, self._left_out = number, rates, left_out
+        self.number, self.rates, self.differ, self._left_out = number, rates, differ, left_out
         self.capabilities = Capabilities(side_by_side=False, shares_memory=True, has_standbys=standbys, pickles=False)
         self.in_line = frozenset({0} if hybrid else ())
         self.moment = np.array([_BEGINS_AT])

@@ -925,4 +925,40 @@ MUTATIONS = [
         "if env_id not in reply.failures and slot.present is Present.MOVES:",
         "if env_id not in reply.failures:",
     ),
+    Mutation(
+        "an environment without all agents may have any after a restart",
+        "pool/rebuilds.py",
+        "            positions=of_this,\n",
+        "            positions=None,\n",
+    ),
+    Mutation(
+        "an environment knows only its own agents",
+        "worker.py",
+        "self._episodes[env_id].use_records_of(layout.schema.possible_agents)",
+        "layout",
+    ),
+    Mutation(
+        "a loaded environment knows only its own agents",
+        "worker.py",
+        "            episode.use_records_of(self._layout.schema.possible_agents)",
+        "            pass",
+    ),
+    Mutation(
+        "agents act in the order of their own environment",
+        "episode.py",
+        "rank = {agent: place for place, agent in enumerate(self.agents)}",
+        "rank = {agent: place for place, agent in enumerate(self.env.possible_agents)}",
+    ),
+    Mutation(
+        "environments must have all agents after a restart",
+        "schema.py",
+        "    if positions is not None:\n        expected",
+        "    if False:\n        expected",
+    ),
+    Mutation(
+        "the order of agents is that of the first environment that has them",
+        "schema.py",
+        "for position in sorted(own)]",
+        "for position in own]",
+    ),
 ]

@@ -81,6 +81,7 @@ class Setup(NamedTuple):
     timeouts: tuple[float | None, float | None]  # of steps and resets
     hybrid: bool  # whether worker 0 is the caller's own thread
     saves_itself: bool  # whether environments cannot be pickled, and save themselves
+    differ: bool  # whether environments have different agents
 
 
 class Call(NamedTuple):
@@ -158,6 +159,7 @@ def setup_of(number: int) -> Setup:
         timeouts,
         rng.random() < 0.2,
         rng.random() < 0.3,
+        draw(number, 33) < 0.15,
     )
 
 
@@ -186,7 +188,7 @@ class History:
     def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
         self.backend = SimulatedBackend(
-            number, setup.rates, standbys=setup.standbys, hybrid=setup.hybrid, left_out=left_out
+            number, setup.rates, standbys=setup.standbys, hybrid=setup.hybrid, differ=setup.differ, left_out=left_out
         )
         most = None if setup.recycle is None else setup.recycle.max_episodes
         shares = share_out(setup.num_envs, setup.num_workers, last_have_more=setup.hybrid)
@@ -555,7 +557,9 @@ class History:
         self._receive_all()
         everything = self.stepper is not None and not all(env.has_reset for env in self.model.envs)
         ids = [*self.ids] if everything or rng.random() < 0.5 else rng.sample(self.ids, rng.randint(1, len(self.ids)))
-        own = rng.random() < 0.7
+        own = rng.random() < 0.7 or self.setup.differ
+        if self.setup.differ and not {*ids} <= {env_id for env_id, *_ in self.saved}:
+            return
         chosen = [rng.choice([one for one in self.saved if one[0] == env_id and own] or self.saved) for env_id in ids]
         states = {env_id: state for env_id, (_, _, state) in zip(ids, chosen, strict=True)}
         self.note(f"load_state(states of {[number for number, *_ in chosen]}, env_ids={ids})")
@@ -673,7 +677,7 @@ class History:
 
     def _check_acting(self) -> None:
         for env, acting in zip(self.model.envs, self.env.acting, strict=True):
-            alive, turn = env.state.alive, env.state.turn
+            alive, turn = sorted(env.state.alive), env.state.turn  # in the order of `possible_agents`
             expected = [agent for agent in alive if turn in ("", agent)]
             if not env.request and acting != expected:
                 raise Wrong(f"environment {env.env_id}: {acting} act next in place of {expected}")

@@ -122,6 +122,7 @@ def _loaded(number: int) -> SimulatedEnv:
     assert running is not None
     env = saved.kind.__new__(saved.kind)
     env.source, env.life = env, worker.new_life(running.env_id, saved.life["seed"], saved.life["restarts"])
+    env._set_agents(worker)
     worker.point("load", env.life)
     env.load(number)
     return env
@@ -182,7 +183,7 @@ DISCRETE = spaces.Discrete(10_000)
 
 
 class SimulatedEnv(MultiAgentEnv):
-    """Two agents; `b` ends before `a` in some episodes.
+    """Two agents, or with `differ` one or two; `b` ends before `a` in some episodes.
 
     An observation has the env id, the number of the life, of the episode and of the step, the agent's last action, the
     option of the reset, and the agent's place.
@@ -201,10 +202,17 @@ class SimulatedEnv(MultiAgentEnv):
         self.source = self
         worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
         self.life = worker.new_life(env_id, seed, restarts)
-        self.option, self.length, self.agents = 0, 0, list(AGENTS)
+        self._set_agents(worker)
+        self.option, self.length, self.agents = 0, 0, list(self.possible_agents)
         worker.point("constructor", self.life)
         if worker.backend.differs(self.life):
-            self.observation_spaces = dict.fromkeys(AGENTS, spaces.Box(0.0, 1.0, (2,), np.float64))
+            self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Box(0.0, 1.0, (2,), np.float64))
+
+    def _set_agents(self, worker: SimulatedWorker) -> None:
+        place = self.life.env_id % 3 if worker.backend.differ else 0
+        self.possible_agents = (AGENTS, ["a"], AGENTS[::-1])[place]  # type: ignore[misc]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, BOX)
+        self.action_spaces = dict.fromkeys(self.possible_agents, DISCRETE)  # type: ignore[misc]
 
     @property
     def number(self) -> int:
@@ -271,13 +279,13 @@ class SimulatedEnv(MultiAgentEnv):
         life.worker.begins_reset(life, seed)
         life.worker.point("reset", life)
         self.option = (options or {}).get("option", 0)
-        life.episodes, life.steps, self.agents = life.episodes + 1, 0, list(AGENTS)
+        life.episodes, life.steps, self.agents = life.episodes + 1, 0, list(self.possible_agents)
         self.length = 2 + (life.shown[0] * 7 + life.episodes * 3 + life.shown[1]) % 4
         life.worker.point("reset-end", life)
-        returned, known = self._observe(AGENTS, {})
+        returned, known = self._observe(self.possible_agents, {})
         infos = self._infos()
-        no = {**dict.fromkeys(AGENTS, False), ALL: False}
-        did = Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos))
+        no = {**dict.fromkeys(self.possible_agents, False), ALL: False}
+        did = Did("reset", known, dict.fromkeys(self.possible_agents, 0.0), no, no, infos, None, _is_unreadable(infos))
         life.did.append(did._replace(option=self.option, turn=self.turn() or ""))
         life.worker.phase = "returned"
         return returned, infos
@@ -357,7 +365,7 @@ class SimulatedDictEnv(SimulatedEnv):
 
     def _present(self, ends: bool) -> list[str]:
         if self.life.steps > self.length:
-            self.agents = list(AGENTS)
+            self.agents = list(self.possible_agents)
         return self.agents
 
 

@@ -65,7 +65,7 @@ def test_first_histories_have_faults_of_all_kinds():
         assert closed, f"no close in the middle of {call}"
 
 
-REACH_ALL = (0, 2, 3, 5, 9, 17, 34, 53, 74, 136, 157, 473, 810)
+REACH_ALL = (0, 2, 3, 5, 9, 17, 34, 53, 74, 136, 157, 473, 810, 138)
 """Histories that reach each entry of the tables in `replacement.py`, except `RESTARTS_ON_REQUEST`."""
 RESTARTS_ON_REQUEST = (replacement.Present.RESTARTS, replacement.Event.REPLACED)
 """Seen by `test_while_it_is_constructed_again` of `test_requested_restarts.py`."""

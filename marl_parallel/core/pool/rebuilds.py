@@ -131,11 +131,14 @@ class Rebuilds(Extension):
         if self.base_seed is not None:
             source = np.random.SeedSequence((self.base_seed, env_id, count))
             seed = int(source.generate_state(1)[0] >> 1)
+        positions = self.construction.positions or {}
+        of_this = {env_id: positions[env_id]} if env_id in positions else None
         construction = self.construction._replace(
             traced=self.traced,
             constructors={env_id: self.construction.constructors[env_id]},
             seeds={env_id: seed},
             rebuilds=count,
+            positions=of_this,
             settings=self._settings.present or self.construction.settings,
         )
         record = self._records[env_id]

@@ -39,7 +39,7 @@ from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import merged_options, needs_actions
 from marl_parallel.core.messages import SEEDS_GENERATORS, Begins, Construct, Construction, Message, Request
-from marl_parallel.core.pickling import dumps_for_workers, loads
+from marl_parallel.core.pickling import dumps_for_workers, in_order, loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.slots import Slot, State
@@ -275,7 +275,7 @@ class Histories(Extension):
             error.args = ("\n\n".join([str(error).rstrip(), "\n".join(commands)]), *error.args[1:])
 
     def _crash(self, env_id: int, history: History, error: ParallelEnvError, method: str) -> Crash:
-        options, actions = history.options, self._actions(history)
+        options, actions = history.options, self._actions(env_id, history)
         folder = ""
         with contextlib.suppress(OSError):  # the folder has been removed
             folder = str(Path.cwd())
@@ -310,7 +310,7 @@ class Histories(Extension):
             actions=dumps_for_workers(actions, "actions", self._local_modules, with_keys=False),
         )
 
-    def _actions(self, history: History) -> list[dict[Any, Any]]:
+    def _actions(self, env_id: int, history: History) -> list[dict[Any, Any]]:
         """The actions of each step that is kept, as the worker reads them."""
         layout = Layout(self._layout.schema, 1, arrays=bool(self._layout.agents))
         buffer = bytearray(layout.nbytes)
@@ -320,7 +320,11 @@ class Histories(Extension):
         for record, leftovers in history.steps:
             buffer[start : start + len(record)] = record
             actions.append(records.read(0) if leftovers is None else loads(leftovers))
-        return actions
+        positions = (self._construction.positions or {}).get(env_id)
+        if positions is None:
+            return actions
+        own = [self._layout.schema.possible_agents[position] for position in positions]
+        return [in_order(of_step, own) for of_step in actions]
 
 
 def _keywords(pickled: bytes | None) -> dict[str, Any]:

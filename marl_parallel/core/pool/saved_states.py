@@ -31,7 +31,7 @@ from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import Slot, Snapshot
 from marl_parallel.core.records import dump_leftovers
 from marl_parallel.core.statistics import Sums
-from marl_parallel.core.transition import ALL, Transition
+from marl_parallel.core.transition import ALL, Transition, ordered
 from marl_parallel.types import ParallelEnvError
 
 VERSION = 3
@@ -145,7 +145,7 @@ class SavedStates:
         is_replaced = unreported is not None or pickled is not None
         sums = transitions.statistics.save(env_id)
         return EnvState(
-            transitions.mode.name, [*transitions.layout.schema.possible_agents],
+            transitions.mode.name, [*transitions.possible_agents_of(env_id)],
             saved, transition, result, is_replaced, sums, extensions,
             self.rebuilds.base_seed, None, (None, None), {},
         )  # fmt: skip
@@ -155,7 +155,7 @@ class SavedStates:
 
         `facades` are the keys of all facades that may have added values; None if these values are not needed.
         """
-        construction, schema = self.rebuilds.construction, self._transitions.layout.schema
+        construction = self.rebuilds.construction
         for env_id, state in states.items():
             if unknown := sorted(state.extensions.keys() - _EXTENSIONS):
                 raise ValueError(
@@ -175,10 +175,11 @@ class SavedStates:
                     f"environment {env_id}: its state was saved with auto_reset={state.mode!r}, and cannot be loaded "
                     f"with auto_reset={mode!r}"
                 )
-            if state.agents != schema.possible_agents:
+            agents = [*self._transitions.possible_agents_of(env_id)]
+            if {*state.agents} != {*agents}:
                 raise ValueError(
-                    f"environment {env_id}: its state has the agents {state.agents}, but the environments here have "
-                    f"{schema.possible_agents}"
+                    f"environment {env_id}: its state has the agents {state.agents}, but the environment here has "
+                    f"{agents}"
                 )
             if state.saved.isolated and not construction.isolate_rng:
                 raise ValueError(
@@ -209,6 +210,7 @@ class SavedStates:
             ParallelEnvError: A fault before the replacement.
         """
         pool = self._pool
+        states = {env_id: self._in_order(env_id, state) for env_id, state in states.items()}
         payload = {env_id: self._payload(env_id, state) for env_id, state in states.items()}
         try:
             refused = pool.execute_in(Message.CONSTRUCT, states, payload)
@@ -223,6 +225,14 @@ class SavedStates:
             raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
         placed: tuple[dict[int, Snapshot], ParallelEnvError | None] = pool.in_call("", self._put_in_place, states)
         return placed
+
+    def _in_order(self, env_id: int, state: EnvState) -> EnvState:
+        """The state with agents in the order that they have here."""
+        agents = [*self._transitions.possible_agents_of(env_id)]
+        if state.agents == agents:
+            return state
+        result = state.result._replace(transition=ordered(state.result.transition, agents))
+        return state._replace(transition=ordered(state.transition, agents), result=result)
 
     def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
         """The last part of `load`; if it is interrupted, everything is closed."""

@@ -240,13 +240,18 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
 
     def _own_state(self, env_id: int) -> Any:
         sums = self._returns[env_id].tolist(), self._lengths[env_id].tolist()
-        return *sums, self.reset_infos[self._rows_of(env_id)]
+        return {
+            agent: of_agent for agent, *of_agent in zip(self.agents, *sums, self.reset_infos[self._rows_of(env_id)])
+        }
 
     def _set_own_states(self, states: Mapping[int, Any]) -> None:
         for env_id, state in states.items():
-            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if state is None else state[-3:-1]
-            if state is not None:
-                self.reset_infos[self._rows_of(env_id)] = state[-1]
+            first = self._rows_of(env_id).start
+            self._returns[env_id] = self._lengths[env_id] = 0.0
+            for place, agent in enumerate(self.agents):
+                if state is not None and agent in state:
+                    self._returns[env_id, place], self._lengths[env_id, place], infos = state[agent]
+                    self.reset_infos[first + place] = infos
 
     def _rows_of(self, env_id: int) -> slice:
         return slice(env_id * self._per_env, (env_id + 1) * self._per_env)
