@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
+from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.saved_states import EnvState
 from marl_parallel.core.pool.slots import Results
@@ -24,6 +25,8 @@ class _Transitions:
         self._transitions = transitions
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_transitions":  # a copy has none yet
+            raise AttributeError(name)
         return getattr(self._transitions, name)
 
     def write_actions(
@@ -35,11 +38,19 @@ class _Transitions:
 class _ArrayView:
     """An `ArrayView` with its former methods."""
 
+    _view: ArrayView
+    _env_ids: tuple[int, ...]
+
     def __init__(self, view: ArrayView, env_ids: tuple[int, ...]) -> None:
-        self._view, self._env_ids = view, env_ids
+        self.__dict__.update(_view=view, _env_ids=env_ids)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_view":  # a copy has none yet
+            raise AttributeError(name)
         return getattr(self._view, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._view, name, value)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
         return self._view.write(actions, self._env_ids if env_ids is None else env_ids)
@@ -86,6 +97,20 @@ class BatchRunner:
     @property
     def local_modules(self) -> list[ModuleType]:
         return [] if self._batch.workers is None else self._batch.workers.local_modules
+
+    @property
+    def stepped_by(self) -> Callable[[], object]:
+        return self._batch.stepped_by
+
+    @stepped_by.setter
+    def stepped_by(self, owner: Callable[[], object]) -> None:
+        self._batch.stepped_by = owner
+
+    def write_states(self) -> None:
+        self._batch.outputs.write_states()
+
+    def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
+        return self._batch.outputs.rollout_buffer(num_times, more)
 
     def view(self, *, copy: bool, env_ids: range | None = None) -> Any:
         ids = self._batch.env_ids if env_ids is None else tuple(env_ids)

@@ -63,7 +63,7 @@ class Batch:
         self._new_arrays, self._arrays = arrays, weakref.WeakSet[ArrayView]()
         self.mode, self.env_ids, self.num_envs = transitions.mode, transitions.env_ids, len(transitions.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": transitions.mode}, schema.render_mode
-        self.resets, self.restarts, self._outputs = resets, restarts, WorkerOutputs(workers, schema, no_state)
+        self.resets, self.restarts, self.outputs = resets, restarts, WorkerOutputs(workers, schema, no_state)
         self.no_state = no_state
         self.guard = self._guard = source.guard
         self.calling = self.all_have_reset = self.has_warned_of_draws = False
@@ -106,17 +106,17 @@ class Batch:
     def write_states(self) -> None:
         """As `WorkerOutputs.write_states`."""
         self.check_idle("write_states")
-        self._outputs.write_states()
+        self.outputs.write_states()
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """As `WorkerOutputs.states_seen`."""
-        return self._outputs.states_seen()
+        return self.outputs.states_seen()
 
     @exclusive("rollout_buffer")
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
         """As `WorkerOutputs.rollout_buffer`."""
         self.check_idle("rollout_buffer")
-        return self._outputs.rollout_buffer(num_times, more)
+        return self.outputs.rollout_buffer(num_times, more)
 
     # -- the order of calls ----------------------------------------------------------------------------------------
 

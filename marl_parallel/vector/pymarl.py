@@ -371,12 +371,17 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             command = min(next_of.values(), key=_ORDER.index)
             env_ids = [env_id for env_id, other in next_of.items() if other == command]
             sent = {env_id: self._sent[env_id].popleft() for env_id in env_ids}
-            if command == _STEP:
-                self._step({env_id: of_env.actions for env_id, of_env in sent.items()})
-            elif command == _RESET:
-                self._reset(env_ids)
-            else:
-                self._call(command, env_ids)
+            try:
+                if command == _STEP:
+                    self._step({env_id: of_env.actions for env_id, of_env in sent.items()})
+                elif command == _RESET:
+                    self._reset(env_ids)
+                else:
+                    self._call(command, env_ids)
+            except AlreadyPendingCallError:  # another thread is inside a call: nothing has been done
+                for env_id, of_env in sent.items():
+                    self._sent[env_id].appendleft(of_env)
+                raise
 
     def _step(self, actions: Mapping[int, Any]) -> None:
         # Environments whose episodes are over ignore a step, and a step of all takes less time than one of some.

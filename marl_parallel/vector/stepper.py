@@ -1,8 +1,8 @@
 """`FacadeStepper`: a `Stepper` of a `ParallelEnv` with arrays over all environments, for one facade.
 
 A facade has one library's shapes and names, and `FacadeStepper` the checks of all facades: who steps, and in which
-order calls come. Its `ArrayView` (`core/array_view.py`) writes actions and reads transitions. `ArrayStepper` is the
-same for facades whose methods do not make sure that only one call runs at a time: its own do.
+order calls come. Its `ArrayView` (`core/array_view.py`) writes actions and reads transitions. `ArrayStepper` has the
+same methods, and allows only one call at a time; an `ArrayFacade` does this itself.
 """
 
 from __future__ import annotations
@@ -441,7 +441,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
 class ArrayStepper(FacadeStepper):
     """A `FacadeStepper` that itself makes sure that only one call runs at a time.
 
-    A call in the middle of another call of the stepper, its `ParallelEnv` or another facade raises
+    A reset, step, save or load in the middle of another call of the stepper, its `ParallelEnv` or another facade raises
     `AlreadyPendingCallError`. Arguments, attributes and methods are those of `FacadeStepper`. `docs/extending.md` shows
     how to write a facade.
 
@@ -459,7 +459,7 @@ class ArrayStepper(FacadeStepper):
         >>> stepper.close()
     """
 
-    # mypy takes the arguments to be those of `Stepper.reset`.
+    # mypy takes the arguments of `step` to be those of `Stepper.step`.
     reset = exclusive("reset")(FacadeStepper.reset)
     send_reset = exclusive("reset_async")(FacadeStepper.send_reset)
     receive_reset = exclusive("reset_wait")(FacadeStepper.receive_reset)

@@ -393,6 +393,9 @@ def test_other_agents_act_at_random(asynchronous):
 
     env = GymnasiumVectorEnv(parallel, agents=["agent_0"], others=others)
     env.reset(seed=1)
+    with pytest.raises(ValueError, match="2"):
+        env.step(np.zeros(7, np.int64))
+    assert not drawn  # wrong actions are refused before anybody acts
     plain = ParallelEnv([simple_tag_v3.parallel_env] * 2, seed=3, backend="serial")
     plain.reset(seed=1)
     for _ in range(5):

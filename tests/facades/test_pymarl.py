@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from helpers.processes import wait_for
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
 from simulators.crashing import FAULT_KINDS
 from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish, TallyingSkirmish
+from simulators.teams import Patrol
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
@@ -574,3 +577,26 @@ def test_make():
     connections.close()
     with pytest.raises(ClosedEnvironmentError):
         connections[2].recv()
+
+
+def test_a_refused_call_loses_no_command(tmp_path):
+    """While another thread is inside a call, `recv` raises; later, all commands are carried out."""
+    env = ParallelEnv([functools.partial(Patrol, 2)] * 2, False, seed="own", adapter="pymarl", num_workers=2)
+    connections = PyMARLConnections(env)
+    for connection in connections:
+        connection.send(("reset", None))
+
+    def wait(_: Any) -> None:
+        wait_for((tmp_path / "go").exists)
+
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(env.call, wait)
+        try:
+            wait_for(lambda: bool(env.stepper.batch.guard))
+            with pytest.raises(AlreadyPendingCallError, match=r"is inside call\(\)"):
+                connections[0].recv()
+        finally:
+            (tmp_path / "go").touch()
+        held.result(60.0)
+    assert [connection.recv()["obs"].shape for connection in connections] == [(2, 3)] * 2
+    env.close()

@@ -181,16 +181,18 @@ def test_two_threads(tmp_path):
     env.async_step_send(rows, env_index=[0, 1])
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(env.async_step_recv, 2)
-        wait_for(lambda: bool(env.parallel_env.stepper.batch.guard))
-        for call in (
-            env.async_step_recv,
-            env.async_reset_send,
-            env.reset,
-            lambda: env.parallel_env.get_attr("options"),
-        ):
-            with pytest.raises(AlreadyPendingCallError, match=r"is inside recv\(\)"):
-                call()
-        paced.release(tmp_path, 0)
+        try:
+            wait_for(lambda: bool(env.parallel_env.stepper.batch.guard))
+            for call in (
+                env.async_step_recv,
+                env.async_reset_send,
+                env.reset,
+                lambda: env.parallel_env.get_attr("options"),
+            ):
+                with pytest.raises(AlreadyPendingCallError, match=r"is inside recv\(\)"):
+                    call()
+        finally:
+            paced.release(tmp_path, 0)
         assert result.result(60.0)["env_index"].tolist() == [1, 0]
     env.close()
 

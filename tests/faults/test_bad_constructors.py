@@ -129,13 +129,6 @@ def test_spaces_without_equality_do_not_differ(two_worker_setup, build):
     assert env.reset()[0] == ({"a": 1}, {"a": 1})
 
 
-def test_different_agents(two_worker_setup, build):
-    known = functools.partial(Declaring, PLAIN, spaces.Discrete(2))
-    other = functools.partial(Declaring, PLAIN, spaces.Discrete(2), ("alpha", "gamma"))
-    with pytest.raises(ValueError, match=r"(?s)1.*(beta|gamma)|(beta|gamma).*1"):
-        build([known, other], two_worker_setup)
-
-
 class WithoutStep:
     """Has `reset` and `close`, but no `step`."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from mpe2 import simple_spread_v3
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.runner import BatchRunner
 from marl_parallel.vector import StackedVecEnv
 
@@ -94,3 +97,32 @@ def test_attributes(env: ParallelEnv) -> None:
         assert facade.stepper.runner.stepped_by() is None
     facade.reset()
     assert runner.stepped_by() is facade
+
+
+def test_attributes_that_are_set(env: ParallelEnv) -> None:
+    """They reach the view and the checks below, also from a copy."""
+    runner = runner_of(env)
+    view = runner.view(copy=True)
+    view.writes_all = view.wants_info_arrays = True
+    assert copy.copy(view).writes_all
+    runner.reset(seed=3)
+    runner.stepped_by = lambda: view
+    assert env.stepper.batch.stepped_by() is view
+    assert copy.copy(runner.transitions).statistics is runner.transitions.statistics
+
+
+def test_memory_under_one_entry_of_the_guard(env: ParallelEnv) -> None:
+    """A facade with the runner's guard may ask for what workers write."""
+
+    class Facade:
+        def __init__(self) -> None:
+            self.runner = runner_of(env)
+            self._guard = self.runner.guard
+
+        @exclusive("open")
+        def open(self) -> Any:
+            self.runner.write_states()
+            return self.runner.rollout_buffer(3, 0)
+
+    assert Facade().open() is not None
+    assert env.stepper.batch.rollout_buffer(3, 0) is not None

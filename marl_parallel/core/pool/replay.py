@@ -263,7 +263,7 @@ class Histories(Extension):
                 continue
             history.saved = True
             moment = time.strftime("%Y%m%d-%H%M%S")
-            path = self._folder / f"env-{env_id}-{moment}-{os.getpid()}-{next(_numbers)}.replay"
+            path = self._folder / f"env-{env_id}-{moment}-{os.getpid()}-{next(_numbers):06}.replay"
             try:
                 write_crash(self._crash(env_id, history, error, method), path)
             except Exception as reason:

@@ -194,12 +194,12 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
 
     def _actions(self, actions: Any) -> list[Stacked]:
         if isinstance(actions, _WithOthers):
-            return [self._rows.actions(actions.own), *actions.of_others]
+            return [actions.own, *actions.of_others]
         return [self._rows.actions(actions)]
 
     def _with_others(self, actions: Any) -> _WithOthers:
         """The actions with those of the other agents, before the step begins: `others` may use the `ParallelEnv`."""
-        by_agents: list[Stacked] = []
+        own, by_agents = self._rows.actions(actions), list[Stacked]()  # wrong actions of the caller's come first
         latest, num_envs = self._stepper.latest, self._rows.num_envs
         seen = self._stepper.view.by_agent(latest.observations) if latest is not None else {}
         for agent in self._others:
@@ -210,7 +210,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
             except (TypeError, ValueError) as error:
                 kind = ValueError if isinstance(error, ValueError) else TypeError
                 raise kind(f"others, for agent {agent!r}: {error}") from error
-        return _WithOthers(actions, by_agents)
+        return _WithOthers(own, by_agents)
 
     def _first(self, arrays: Arrays) -> tuple[Any, dict[str, Any]]:
         return super()._first(with_the_dead(arrays, self._stepper))
