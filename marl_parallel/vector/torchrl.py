@@ -151,10 +151,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 "info_masks=True, but no group has a Discrete or one-dimensional MultiDiscrete action space"
             )
         state_space = self._stepper.schema.state_space if return_state else None
-        if return_state and state_space is None:
-            raise ValueError(f"return_state=True, but {stepper.batch.no_state}")
-        if state_space is not None and not fits_block(state_space):
-            raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}")
+        if return_state and (state_space is None or not fits_block(state_space)):
+            reason = "" if state_space is not None else f": {stepper.batch.no_state}"
+            raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}{reason}")
         self._returns_state = return_state
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
