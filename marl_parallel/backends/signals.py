@@ -178,9 +178,8 @@ def _reset_in_forked_child() -> None:
     if _stack_signal is not None and sys.platform != "win32":
         faulthandler.unregister(_stack_signal)
     is_interrupted = signal.getsignal(signal.SIGINT) in (_on_sigint, signal.default_int_handler)
-    if (
-        is_interrupted
-    ):  # what a handler raises in this hook is lost: a SIGINT that has come since the fork ends the child
+    if is_interrupted:
+        # What a handler raises in this hook is lost, so a SIGINT that has come since the fork ends the child.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _unblock_after_fork()
     if is_interrupted:

@@ -751,9 +751,9 @@ class Worker:
 
 def _difference(env_id: int, construction: Construction, description: bytes) -> str | None:
     """How the pickled description of an environment differs from what it must be; None if it does not."""
-    if description == construction.described:
-        return None
     positions = None if construction.positions is None else construction.positions.get(env_id)
+    if positions is None and description == construction.described:
+        return None
     return difference(loads(construction.described), loads(description), positions)
 
 

@@ -181,6 +181,21 @@ class OtherTeam(Team):
         raise RuntimeError("an accident")
 
 
+class WithoutState(OtherTeam):
+    def __init__(self, agents: list[str], gained: str = "", restarts: int = 0) -> None:
+        super().__init__(agents, gained, restarts if gained else 0)
+        del self.state_space
+
+
+def test_all_agents_after_a_restart(build):
+    """Also if its description is then that of the whole pool."""
+    teams = [functools.partial(WithoutState, names(2, 0)), functools.partial(WithoutState, names(2), "agent_0")]
+    env = build(teams, SERIAL, on_error="restart")
+    env.reset()
+    with pytest.raises(RestartLimitExceeded, match="differs after its restart in possible_agents"):
+        env.step(env.sample_actions())
+
+
 @pytest.mark.parametrize("gained", ["agent_9", "agent_0"])
 def test_other_agents_after_a_restart(gained, two_worker_setup, build):
     """An agent that is new, or that another environment has."""
