@@ -9,7 +9,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.codec import codec
+from marl_parallel.core.block.codec import codec
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video

@@ -14,10 +14,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.constructors import KEYWORDS, missing_arguments
 from marl_parallel.core.files import ForeignFile, check_log, check_replaceable, make_folder
 from marl_parallel.core.view import check_one_for_each
 from marl_parallel.core.warn import warn
+from marl_parallel.core.worker.constructors import KEYWORDS, missing_arguments
 from marl_parallel.types import RecyclePolicy
 
 _POOL_SEEDS = 2**31  # limit of native simulators' seeds: EnvPool takes signed 32-bit integers

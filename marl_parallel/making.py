@@ -24,7 +24,7 @@ import pettingzoo  # type: ignore[import-untyped]
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel import arguments, vector
-from marl_parallel.core.constructors import Wrapped
+from marl_parallel.core.worker.constructors import Wrapped
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import DEFAULT_SEED, ParallelEnvArguments, Settings
 from marl_parallel.types import FacadeName
@@ -182,9 +182,9 @@ def make(
     settings = Settings.of(parallel_env_arguments, hint="arguments of each environment go into env_kwargs")
     if isinstance(wrappers, str | Mapping) or not isinstance(wrappers, Sequence):
         raise TypeError(f"wrappers must be a list of callables that take an environment, got {wrappers!r}")
-    for place, wrapper in enumerate(wrappers):
+    for index, wrapper in enumerate(wrappers):
         if not callable(wrapper):
-            raise TypeError(f"wrappers[{place}] must be a callable that takes an environment, got {wrapper!r}")
+            raise TypeError(f"wrappers[{index}] must be a callable that takes an environment, got {wrapper!r}")
     constructors: list[Callable[..., Any]] = []
     for one, keywords in different:
         constructor: Callable[..., Any] = functools.partial(find_constructor(one), **keywords)
@@ -204,8 +204,8 @@ def _different(name: Any, env_kwargs: Any) -> list[tuple[Name, Mapping[str, Any]
     if each is not None and not each:
         raise ValueError("env_kwargs is an empty list: pass at least one dict of keywords")
     keywords = [env_kwargs] * len(names or [name]) if each is None else each
-    for place, one in enumerate(keywords):
-        argument = "env_kwargs" if each is None else f"env_kwargs[{place}]"
+    for index, one in enumerate(keywords):
+        argument = "env_kwargs" if each is None else f"env_kwargs[{index}]"
         _check_keywords(argument, "each environment's constructor", one)
     return [*zip([name] * len(keywords) if names is None else names, [one or {} for one in keywords])]
 

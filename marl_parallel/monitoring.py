@@ -175,8 +175,8 @@ class Monitor:
         yield from [(f"restarts/{kind}", stats.restart_kinds[kind]) for kind in _KINDS]
         if seconds > 0:
             yield "steps_per_second", (stats.steps - before.steps) / seconds
-        places = enumerate(zip(stats.workers, before.workers, self._memory(stats)))
-        for worker, (now, earlier, memory) in places:
+        numbered = enumerate(zip(stats.workers, before.workers, self._memory(stats)))
+        for worker, (now, earlier, memory) in numbered:
             yield from [(f"{name}/worker_{worker}", value) for name, value in _of_interval(now, earlier)]
             if memory is not None:
                 yield f"memory_mb/worker_{worker}", memory / 1e6
@@ -302,8 +302,8 @@ def _components(name: str, total: Any) -> Iterator[tuple[str, float]]:
     if values.ndim == 0:
         yield name, float(values)
     else:
-        for place in np.ndindex(values.shape):
-            yield f"{name}[{','.join(map(str, place))}]", float(values[place])
+        for index in np.ndindex(values.shape):
+            yield f"{name}[{','.join(map(str, index))}]", float(values[index])
 
 
 def _of_interval(now: WorkerStats, before: WorkerStats) -> Iterator[tuple[str, float]]:
@@ -321,8 +321,8 @@ def _of_interval(now: WorkerStats, before: WorkerStats) -> Iterator[tuple[str, f
 def _buckets(times: StepTimes) -> list[tuple[str, float]]:
     """The buckets of a Prometheus histogram: two for each octave."""
     bounds, upto, buckets = times.bounds(), 0, []
-    for place, count in enumerate(times.counts):
-        if place % 2 == 0 and place:
-            buckets.append((repr(bounds[place]), float(upto)))
+    for index, count in enumerate(times.counts):
+        if index % 2 == 0 and index:
+            buckets.append((repr(bounds[index]), float(upto)))
         upto += count
     return [*buckets, ("+Inf", float(upto))]

@@ -3,14 +3,14 @@
 A step::
 
     ParallelEnv.step(actions)
-      |  Stepper.step               the order of calls, env ids                                stepper/stepper.py
-      |    Transitions.write        checks actions, writes them into shared memory             core/block_transitions.py
-      |    Pool.run                 one slot per environment, one wait loop                    core/pool/pool.py
-      |      Backend.post           wakes the workers                                          backends/
-      |        Worker.execute       in each process or thread                                  core/worker.py
-      |          Codec.run          steps simulators, numeric transitions into shared memory   core/codec.py
-      |          Episode.interpret  what any other step means, and the next episode            core/episode.py
-      |          TransitionRecords.write    its transition into shared memory                  core/records.py
+      |  Stepper.step               the order of calls, env ids                      stepper/stepper.py
+      |    Transitions.write        checks actions, writes them into shared memory   core/block/block_transitions.py
+      |    Pool.run                 one slot per environment, one wait loop          core/pool/pool.py
+      |      Backend.post           wakes the workers                                backends/
+      |        Worker.execute       in each process or thread                        core/worker/worker.py
+      |          Codec.run          steps simulators, writes numeric transitions     core/block/codec.py
+      |          EnvRunner.interpret  what any other step means, and the next episode  core/worker/env_runner.py
+      |          TransitionRecords.write    its transition into shared memory        core/block/records.py
       |      Backend.wait           until the last worker is done
       |    Transitions.read         dicts from shared memory
       v
@@ -45,19 +45,16 @@ from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
-from marl_parallel.core import reports
-from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.backend import Backend, share_out
-from marl_parallel.core.block_transitions import BlockTransitions, DictPerEnv
-from marl_parallel.core.caller_settings import CallerSettings
-from marl_parallel.core.codec import codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct, generators_warning
-from marl_parallel.core.constructors import Constructor
+from marl_parallel.core.block.arrays import BlockArrays
+from marl_parallel.core.block.block_transitions import BlockTransitions, DictPerEnv
+from marl_parallel.core.block.codec import codec
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.exclusive import CALL, exclusive
-from marl_parallel.core.generators import Origin, origin_of_program
-from marl_parallel.core.messages import Block, Built, Construction, Message, Request
-from marl_parallel.core.pickling import by_value
+from marl_parallel.core.messages import BlockSettings, Built, Construction, Message, Request
+from marl_parallel.core.objects.pickling import by_value
+from marl_parallel.core.objects.script_generators import ScriptGenerators
+from marl_parallel.core.pool.construction import DefaultSeed, SeedCheck, construct, generators_warning
 from marl_parallel.core.pool.long_calls import LongCalls
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -68,11 +65,14 @@ from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.timeouts import Timeouts
 from marl_parallel.core.pool.tracing import Tracing
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.schema import Common, common_schema, dumps_compactly
-from marl_parallel.core.script_generators import ScriptGenerators
 from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
+from marl_parallel.core.worker.caller_settings import CallerSettings
+from marl_parallel.core.worker.constructors import Constructor
+from marl_parallel.core.worker.generators import Origin, origin_of_program
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner, deprecated_runner
 from marl_parallel.settings import DEFAULT_SEED, NAMES, START_TIMEOUT_S, Settings, is_default
@@ -609,7 +609,7 @@ class ParallelEnv:
         try:
             batch.workers.rebuilds.rebuild(ids)
         finally:
-            batch.note_rebuilt()
+            batch.recheck_resets()
 
     @exclusive("send")
     def send(
@@ -966,7 +966,7 @@ class ParallelEnv:
         ids = batch.checked_ids(env_ids)
         batch.schema.check_options(parameters)
         self._calls.call(ids, self._calls.pickled("set_parameters", [parameters], {}))
-        batch.resets.note_options(ids, parameters)
+        batch.resets.remember_options(ids, parameters)
 
     def timers(self) -> dict[str, Any]:
         """The trees of ML-Agents' timers (`@timed`, `hierarchical_timer`) of all workers, merged.
@@ -1087,7 +1087,7 @@ class ParallelEnv:
                 if self._tracing is not None:
                     self._tracing.add(worker, slices)
         pool.in_call(
-            "", pool.note_outdated, range(self.num_envs)
+            "", pool.announce_outdated, range(self.num_envs)
         )  # standbys are constructed again, with tracing on or off
         return faults[:1]
 
@@ -1236,7 +1236,7 @@ def _construct(
     return _Environments(common, pickled, construction, built, local_modules, caller_settings)
 
 
-def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockTransitions, Block]:
+def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockTransitions, BlockSettings]:
     """Allocate the block of all transitions, and let the workers attach to it."""
     episodes, arrays = settings.episodes, settings.workers.shared_memory
     schema = envs.common.schema
@@ -1244,7 +1244,7 @@ def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockT
     memory = pool.backend.allocate(layout.nbytes, layout)
     compiled = codec == "c"
     infos_in_block = compiled and pool.backend.capabilities.shares_memory
-    block = Block(len(pool.slots), arrays, compiled, infos_in_block, envs.described)
+    block = BlockSettings(len(pool.slots), arrays, compiled, infos_in_block, envs.described)
     pool.execute(dict.fromkeys(range(len(pool.shares)), Request(Message.ATTACH, None, block)))
     transitions = BlockTransitions(
         pool.slots, layout, memory, schema.rules, episodes.mode,
@@ -1313,6 +1313,6 @@ def tiled(frames: Sequence[Any]) -> NDArray[Any]:
     columns = math.ceil(math.sqrt(len(arrays)))
     rows = -(-len(arrays) // columns)
     picture: NDArray[Any] = np.zeros((rows, columns, height, width, *arrays[0].shape[2:]), arrays[0].dtype)
-    for place, array in enumerate(arrays):
-        picture[divmod(place, columns)][: array.shape[0], : array.shape[1]] = array
+    for index, array in enumerate(arrays):
+        picture[divmod(index, columns)][: array.shape[0], : array.shape[1]] = array
     return np.reshape(picture.swapaxes(1, 2), (rows * height, columns * width, *arrays[0].shape[2:]))

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.reports.reports import first_line, logger
 from marl_parallel.settings import FaultSettings, OutputSettings, Settings
 from marl_parallel.types import ParallelEnvError
 

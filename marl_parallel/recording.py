@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import checked_integer
-from marl_parallel.core.block_transitions import DictPerEnv
-from marl_parallel.core.joining import padded_array
+from marl_parallel.core.block.block_transitions import DictPerEnv
+from marl_parallel.core.block.joining import padded_array
 from marl_parallel.parallel_env import ParallelEnv, tiled
 from marl_parallel.types import how_to_install
 

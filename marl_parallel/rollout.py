@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import described
 from marl_parallel.arguments import checked_integer
-from marl_parallel.core import stacking
-from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
 from marl_parallel.stepper import Options, Seeds
@@ -241,7 +241,7 @@ class Rollout:
             )
         # Observations are written where they stay if the stepper's view has the same groups, in the same order.
         view = env.stepper.view
-        of_view = [[view.agents[place] for place in positions] for _, positions in view.groups]
+        of_view = [[view.agents[position] for position in positions] for _, positions in view.groups]
         self._in_place = of_view == [*env.group_map.values()]
         self._buffer: RolloutBuffer | None = None
         if self._in_place:
@@ -339,7 +339,7 @@ class Rollout:
         finally:
             env.stepper.view.write_to(None)
         self._clear()
-        self._note_current(whole, observations)
+        self._store_current(whole, observations)
         self._next = 0
         for part in self._parts:
             if part.env is not env:
@@ -380,8 +380,8 @@ class Rollout:
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
-        place = part.time, part.rows
-        seen = [_at(array, place) for array in (*arrays[:4], arrays.states)]
+        index = part.time, part.rows
+        seen = [_at(array, index) for array in (*arrays[:4], arrays.states)]
         return Current._make([*seen, part.env_ids])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
@@ -410,20 +410,20 @@ class Rollout:
         checked = self._checked_extras(extras, len(self._parts[self._next].env_ids))
         self._begin_next()
         part = self._parts[self._next]
-        place = part.time, part.rows
+        index = part.time, part.rows
         for name, value in checked.items():
-            _put(arrays.extras[name], place, value)
+            _put(arrays.extras[name], index, value)
         self._write_to(part, part.time + 1)
         if len(self._parts) == 1:
             try:
                 results = part.env.step(actions)
             finally:
                 part.env.stepper.view.write_to(None)
-            _put(arrays.actions, place, actions)
+            _put(arrays.actions, index, actions)
             self._store(part, results)
         else:
             part.env.step_async(actions)
-            _put(arrays.actions, place, actions)
+            _put(arrays.actions, index, actions)
             self._next = 1 - self._next
             other = self._parts[self._next]
             if other.env.stepper.in_flight:
@@ -472,8 +472,8 @@ class Rollout:
                     continue
                 values, masks = self.env.by_group(stored), self.env.by_group(informed)
                 for group, agents in groups.items():
-                    for place, agent in enumerate(agents):
-                        whose, at = f"environment {env_id}, agent {agent!r}", (part.time, env_id, place)
+                    for column, agent in enumerate(agents):
+                        whose, at = f"environment {env_id}, agent {agent!r}", (part.time, env_id, column)
                         self._put_info(name, extra, values[group], masks[group], at, of_env.get(agent), whose)
 
     def _put_info(
@@ -492,16 +492,16 @@ class Rollout:
 
     def _store(self, part: _Part, results: StepReturn) -> None:
         """Store a step of some environments."""
-        arrays, env, place = self.arrays, part.env, (part.time, part.rows)
+        arrays, env, index = self.arrays, part.env, (part.time, part.rows)
         observations, rewards, terminations, truncations, infos = results
-        _put(arrays.rewards, place, rewards)
+        _put(arrays.rewards, index, rewards)
         if self._infos and infos:
             self._store_infos(part, dict(zip(part.env_ids, infos)) if isinstance(infos, list) else infos)
         if not env.plain:
-            _put(arrays.present, place, env.present)
-            _put(arrays.terminations, place, terminations)
-            _put(arrays.truncations, place, truncations)
-            arrays.terminated[place], arrays.truncated[place], arrays.done[place] = (
+            _put(arrays.present, index, env.present)
+            _put(arrays.terminations, index, terminations)
+            _put(arrays.truncations, index, truncations)
+            arrays.terminated[index], arrays.truncated[index], arrays.done[index] = (
                 env.terminated, env.truncated, env.done
             )  # fmt: skip
             self.finished_episodes += env.parallel_env.finished_episodes
@@ -512,7 +512,7 @@ class Rollout:
                 _put(arrays.present_final, of_ended, _at(env.present_final, ended))
                 _put(arrays.final_states, of_ended, _at(env.final_state, ended))
         part.time += 1
-        self._note_current(part, observations)
+        self._store_current(part, observations)
 
     def collect(self, policy: Policy) -> RolloutArrays:
         """Step until the rollout is full; if it is full already, collect a new one. Returns `arrays`.
@@ -595,16 +595,16 @@ class Rollout:
             if self._buffer is not None:
                 self._buffer.request(part.env_ids, time)
 
-    def _note_current(self, part: _Part, observations: Grouped) -> None:
-        arrays, env, place = self.arrays, part.env, (part.time, part.rows)
+    def _store_current(self, part: _Part, observations: Grouped) -> None:
+        arrays, env, index = self.arrays, part.env, (part.time, part.rows)
         if not self._in_place:
-            _put(arrays.observations, place, observations)
+            _put(arrays.observations, index, observations)
         if not env.plain:
-            _put(arrays.observed, place, env.present_next)
-            _put(arrays.acting, place, env.acting)
+            _put(arrays.observed, index, env.present_next)
+            _put(arrays.acting, index, env.acting)
         if arrays.action_masks is not None:
-            _put(arrays.action_masks, place, env.action_masks)
-        _put(arrays.states, place, env.state)
+            _put(arrays.action_masks, index, env.action_masks)
+        _put(arrays.states, index, env.state)
 
 
 def gae(
@@ -704,17 +704,17 @@ def _named_in(info: Any, name: str) -> Any:
     return _named_in(info.get(first), rest) if rest else None
 
 
-def _at(stacked: Any, place: Any) -> Any:
-    """The values at a place of the first axis, or axes; None stays None."""
-    return stacked[place] if type(stacked) is np.ndarray else tree_map(lambda array: array[place], stacked)
+def _at(stacked: Any, index: Any) -> Any:
+    """The values at an index of the first axis, or axes; None stays None."""
+    return stacked[index] if type(stacked) is np.ndarray else tree_map(lambda array: array[index], stacked)
 
 
-def _put(stacked: Any, place: Any, values: Any) -> None:
-    """Write values to a place of the first axis, or axes; nothing into None."""
+def _put(stacked: Any, index: Any, values: Any) -> None:
+    """Write values to an index of the first axis, or axes; nothing into None."""
     if type(stacked) is np.ndarray:
-        stacked[place] = values
+        stacked[index] = values
     elif stacked is not None:
-        tree_map(lambda array, part: array.__setitem__(place, part), stacked, values)
+        tree_map(lambda array, part: array.__setitem__(index, part), stacked, values)
 
 
 def _aligned(nbytes: int) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView
-from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.block.array_view import Actions, Arrays, ArrayView
+from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.saved_states import EnvState
 from marl_parallel.core.pool.slots import Results

@@ -35,8 +35,8 @@ from marl_parallel.arguments import (
 )
 from marl_parallel.backends import AUTOMATIC, WAITS, check_backend
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.pool.replay_file import FOLDER, make_private
 from marl_parallel.core.pool.timeouts import Limits
-from marl_parallel.core.replay_file import FOLDER, make_private
 from marl_parallel.types import (
     AdapterName,
     AutoresetName,

@@ -310,7 +310,7 @@ class StepTimes:
     @staticmethod
     def bounds() -> list[float]:
         """The shortest duration of each count, in seconds, from 1 us to 224 s; each octave has four equal parts."""
-        return [2.0 ** (place // 4 - 20) * (1 + place % 4 / 4) for place in range(StepTimes.SIZE)]
+        return [2.0 ** (index // 4 - 20) * (1 + index % 4 / 4) for index in range(StepTimes.SIZE)]
 
     @property
     def total(self) -> int:
@@ -322,9 +322,9 @@ class StepTimes:
         rank, bounds = fraction * self.total, [*self.bounds(), 256.0]
         if not self.total:
             return math.nan
-        place = next(i for i, upto in enumerate(itertools.accumulate(self.counts)) if upto >= rank and upto)
-        before = sum(self.counts[:place])
-        return bounds[place] + (rank - before) / self.counts[place] * (bounds[place + 1] - bounds[place])
+        index = next(i for i, upto in enumerate(itertools.accumulate(self.counts)) if upto >= rank and upto)
+        before = sum(self.counts[:index])
+        return bounds[index] + (rank - before) / self.counts[index] * (bounds[index + 1] - bounds[index])
 
     def __add__(self, other: StepTimes) -> StepTimes:
         return StepTimes(tuple(map(operator.add, self.counts, other.counts)))

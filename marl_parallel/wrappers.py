@@ -11,7 +11,7 @@ from gymnasium import Space, spaces
 from marl_parallel.action_masks import KEY, mask_of
 from marl_parallel.adapters import AgentID, Dicts, MultiAgentEnv, adapt
 from marl_parallel.arguments import checked_integer
-from marl_parallel.core.joining import padded_array, padded_space
+from marl_parallel.core.block.joining import padded_array, padded_space
 
 
 def pad_spaces(

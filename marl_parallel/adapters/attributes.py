@@ -128,7 +128,7 @@ def declared(source: Any, name: str, default: Any = None) -> Any:
 
 
 def declared_or_none(source: Any, name: str) -> Any:
-    """As `declared`, for attributes that may not be ready before a reset: None also if it raises."""
+    """The value of an attribute that may not be ready before a reset; None without it, or if reading it raises."""
     try:
         return declared(source, name)
     except LookupFailed:

@@ -42,12 +42,12 @@ class DictEnv(Adapter):
         agents, flagged = [*observations], [*observations, ALL]
         if isinstance(values[1], dict) and not isinstance(values[2], dict) and self._all_have_terminated(values[1]):
             values[1] = {ALL: True, **values[1]}
-        for place, keys in enumerate((agents, flagged, flagged)):
-            value = values[place]
+        for index, keys in enumerate((agents, flagged, flagged)):
+            value = values[index]
             if isinstance(value, np.ndarray):
                 value = value.reshape(())[()]
             if not isinstance(value, dict):
-                values[place] = dict.fromkeys(keys, value)
+                values[index] = dict.fromkeys(keys, value)
         return observations, *values, infos
 
     def _all_have_terminated(self, terminateds: dict[Any, Any]) -> bool:

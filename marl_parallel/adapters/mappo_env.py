@@ -146,7 +146,7 @@ class MAPPOEnv(Adapter):
                 f"{self.kind} has lists of spaces with one entry per agent; {type_name(self.source)} declares "
                 f"{number_of_agents(self.source) or 'no number of'} agents, {has}"
             )
-        return [f"agent_{place}" for place in range(number)]
+        return [f"agent_{index}" for index in range(number)]
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         return dict(zip(self.possible_agents, self._listed(f"{what}_space")))
@@ -161,9 +161,9 @@ class MAPPOEnv(Adapter):
             )
         one_each = attributes.listed(declaration) or [declaration] * number
         converted: dict[int, Space[Any]] = {}  # most agents share one object
-        for place, space in enumerate(one_each):
+        for index, space in enumerate(one_each):
             if id(space) not in converted:
-                where = f"{name}[{place}] of {type_name(self.source)}"
+                where = f"{name}[{index}] of {type_name(self.source)}"
                 converted[id(space)] = _converted(space, where, sizes=name != "action_space")
         return [converted[id(space)] for space in one_each]
 
@@ -201,12 +201,12 @@ class MAPPOEnv(Adapter):
         numbers, done = self._rewards(rewards), self._dones(dones)
         terminateds, truncateds = self._no_flags.copy(), self._no_flags.copy()
         if any(done):
-            self._note_ends(done, of_agents, terminateds, truncateds)
+            self._set_end_flags(done, of_agents, terminateds, truncateds)
         elif self._ended:
             self._ended.clear()
         return observations, numbers, terminateds, truncateds, of_agents
 
-    def _note_ends(
+    def _set_end_flags(
         self, done: list[bool], infos: dict[Any, Any], terminateds: dict[Any, bool], truncateds: dict[Any, bool]
     ) -> None:
         """Set the flags of agents that have ended, and add the last masks to the infos if the episode has ended."""
@@ -236,14 +236,14 @@ class MAPPOEnv(Adapter):
             if together.shape == space.shape:
                 return together
         state = np.zeros(space.shape, space.dtype)
-        for place, (row, shape) in enumerate(zip(rows, self._share_shapes)):
+        for index, (row, shape) in enumerate(zip(rows, self._share_shapes)):
             array = np.asarray(row)
             if array.shape != shape:
                 raise self._mismatch(
-                    f"the share observation of agent {self.possible_agents[place]!r} of {type_name(self.source)} must "
+                    f"the share observation of agent {self.possible_agents[index]!r} of {type_name(self.source)} must "
                     f"have the shape {shape}, as `share_observation_space` says; it has {array.shape}"
                 )
-            state[place][tuple(map(slice, shape))] = array
+            state[index][tuple(map(slice, shape))] = array
         return state
 
     def _share_rows(self) -> Sequence[Any]:

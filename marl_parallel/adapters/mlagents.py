@@ -368,7 +368,7 @@ def _infos(steps: Any, spec: Any = None) -> list[dict[str, Any]]:
     infos: list[dict[str, Any]] = [{"group_id": int(group), "group_reward": reward} for group, reward in groups]
     if spec is not None and steps.action_mask is not None:
         for row, info in enumerate(infos):
-            # As `sample` of the action space takes it; Unity's is True for an action that is not allowed.
+            # Unity's mask is True for an action that is not allowed; in Gymnasium's masks, 1 is allowed.
             branches = tuple(np.logical_not(branch[row]).astype(np.int8) for branch in steps.action_mask)
             discrete = branches[0] if len(branches) == 1 else branches
             info["action_mask"] = (None, discrete) if spec.continuous_size else discrete

@@ -80,7 +80,7 @@ class ParallelizableAECEnv(PettingZooEnv):
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._simulator = conversions.aec_to_parallel(source)
-        self._note_required()
+        self._set_required()
 
 
 class TurnBasedAECEnv(PettingZooEnv):
@@ -94,7 +94,7 @@ class TurnBasedAECEnv(PettingZooEnv):
         _check_not_tianshous(source)
         super().__init__(source)
         self._simulator = conversions.turn_based_aec_to_parallel(source)
-        self._note_required()
+        self._set_required()
         self._selects: Any = None  # the wrapper or simulator that tells whose turn it is; the others forward it slowly
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:

@@ -299,22 +299,22 @@ class _SpacesByGroup(spaces.Dict):
 
 def check_agents(agents: Iterable[Any], kind: str) -> None:
     """Raise `InvalidAgents` if agents are equal, reserved or cannot be keys of a dict; `kind` names their simulator."""
-    place_of: dict[Any, tuple[int, Any]] = {}
-    for place, agent in enumerate(agents):
+    index_of: dict[Any, tuple[int, Any]] = {}
+    for index, agent in enumerate(agents):
         try:
-            first, earlier = place_of.setdefault(agent, (place, agent))
+            first, earlier = index_of.setdefault(agent, (index, agent))
         except TypeError:
             raise InvalidAgents(
-                f"{kind} declares agent {place} as {agent!r}, which cannot be the key of a dict: agents are named by "
+                f"{kind} declares agent {index} as {agent!r}, which cannot be the key of a dict: agents are named by "
                 "strings, numbers or tuples of them"
             ) from None
-        if first != place:
+        if first != index:
             raise InvalidAgents(
-                f"{kind} declares agents {first} and {place} as {earlier!r} and {agent!r}, which are the same key in a "
+                f"{kind} declares agents {first} and {index} as {earlier!r} and {agent!r}, which are the same key in a "
                 "dict: every agent in possible_agents needs a different name"
             )
     for key, meaning in _RESERVED.items():
-        if key in place_of:
+        if key in index_of:
             raise InvalidAgents(f"{kind} declares an agent named {key!r}, which is {meaning}: rename the agent")
 
 
@@ -346,7 +346,7 @@ class Adapter(MultiAgentEnv):
         self.source = self._simulator = source
         self._check_spaces()
         self.reset_keywords = attributes.reset_keywords(source.reset)
-        self._note_required()
+        self._set_required()
         metadata, render_mode = self._found(declared, source, "metadata"), self._found(declared, source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
         self.render_mode = render_mode if isinstance(render_mode, str) else None
@@ -368,8 +368,8 @@ class Adapter(MultiAgentEnv):
     def _state_space(self) -> Space[Any] | None:
         return attributes.declared_state_space(self.source)
 
-    def _note_required(self) -> None:
-        """Note the keywords that `_simulator.reset` requires; each gets None by default."""
+    def _set_required(self) -> None:
+        """Set `_required`: the keywords that `_simulator.reset` requires, each with None as its default."""
         self._required = dict.fromkeys(sorted(attributes.required_reset_keywords(self._simulator)))
 
     def _agents(self) -> list[AgentID]:

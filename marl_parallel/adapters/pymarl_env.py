@@ -101,7 +101,7 @@ class PyMARLEnv(Adapter):
 
     def _agents(self) -> list[AgentID]:
         self._sizes = _sizes(self.source)
-        return [f"agent_{place}" for place in range(self._sizes["n_agents"])]
+        return [f"agent_{index}" for index in range(self._sizes["n_agents"])]
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         space: Space[Any]

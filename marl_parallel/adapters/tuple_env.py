@@ -38,7 +38,7 @@ class TupleEnv(Adapter):
                 f"{self.kind} has one space per agent or an attribute `n_agents`, but {type_name(self.source)} has "
                 f"neither: its observation space is {observation_space}, its action space is {action_space}"
             )
-        return [f"agent_{place}" for place in range(number)]
+        return [f"agent_{index}" for index in range(number)]
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         agents, declaration = self.possible_agents, declared(self.source, f"{what}_space")

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from marl_parallel.backends.worker_processes import Link, WorkerProcesses
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Reply, Request
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker.worker import Worker
 
 _OWN = 0  # the number of the worker in the caller's thread
 
@@ -69,13 +69,13 @@ class HybridBackend(WorkerProcesses):
         others = self._others_of(requests)
         if others:
             super().post(others, together=together)
-        self._note_posted(others)
+        self._count_post(others)
         request = requests.get(_OWN)
         if request is not None:
             ids = request.env_ids
             parts = [(env_id,) for env_id in ids] if request.each and ids is not None else [ids]
-            for place, part in enumerate(parts, 1):
-                self._parts.append(_Part(request._replace(env_ids=part), self._posts, place == len(parts), together))
+            for position, part in enumerate(parts, 1):
+                self._parts.append(_Part(request._replace(env_ids=part), self._posts, position == len(parts), together))
 
     def _others_of(self, requests: Mapping[int, Request]) -> dict[int, Request]:
         """The requests of the other workers; the same dict for the same `requests`, as `step_all` needs it."""
@@ -84,7 +84,7 @@ class HybridBackend(WorkerProcesses):
             self._divided = requests, others
         return self._divided[1]
 
-    def _note_posted(self, others: Mapping[int, Request]) -> None:
+    def _count_post(self, others: Mapping[int, Request]) -> None:
         self._posts += 1
         for worker in others:
             self._numbers.setdefault(worker, deque()).append(self._posts)
@@ -100,7 +100,7 @@ class HybridBackend(WorkerProcesses):
         if complete:
             self._replies.clear()
             return True
-        self._note_posted(others)
+        self._count_post(others)
         self.in_line_until = self.clock()
         return False
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.core.reports import runs
+from marl_parallel.core.reports.reports import runs
 
 _warn_once = functools.cache(logging.getLogger("marl_parallel").warning)
 

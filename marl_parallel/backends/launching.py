@@ -24,14 +24,14 @@ from dataclasses import dataclass
 
 from marl_parallel.backends import descendants, interpreter, server, signals, tracker
 from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
-from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
+from marl_parallel.backends.server import REPLY, REQUEST, InheritedState, ServerReply
 from marl_parallel.backends.stacks import CrashFile
-from marl_parallel.core import reports
-from marl_parallel.core.advice import naming_limits
-from marl_parallel.core.loading import cpu_seconds, is_past
 from marl_parallel.core.messages import LostServer
-from marl_parallel.core.preloading import Preloaded, warn_of
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.advice import naming_limits
+from marl_parallel.core.reports.reports import logger
+from marl_parallel.core.worker.loading import cpu_seconds, is_past
+from marl_parallel.core.worker.preloading import Preloaded, warn_of
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 _ANSWERS_WITHIN_S = 60.0
@@ -114,7 +114,7 @@ class Launcher:
         path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
         cwd = interpreter.working_directory()
         identity = interpreter.next_identity()
-        setting = Setting(index, share, self._entry, loaded_threads, path, argv, environ, cwd, identity)
+        setting = InheritedState(index, share, self._entry, loaded_threads, path, argv, environ, cwd, identity)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
                 return self._launch(setting, outputs, fds)
@@ -127,7 +127,9 @@ class Launcher:
             f"What to do: {to_do}."
         )
 
-    def _launch(self, setting: Setting, outputs: tuple[int | None, int | None], fds: Sequence[int]) -> WorkerProcess:
+    def _launch(
+        self, setting: InheritedState, outputs: tuple[int | None, int | None], fds: Sequence[int]
+    ) -> WorkerProcess:
         """Start a worker; `_LaunchLost` if the server or the keeper has died meanwhile."""
         self.collect()
         if self._closed:  # meanwhile, as by a handler of logs
@@ -163,8 +165,8 @@ class Launcher:
             if worker.failure:
                 raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
             worker.crash_file.theirs.close()  # the worker has it
-            noted, server.noted = server.noted, ()
-            warn_of(noted)  # before a constructor can fail because of it
+            findings, server.findings = server.findings, ()
+            warn_of(findings)  # before a constructor can fail because of it
         except BaseException:
             if worker.pid:
                 self.kill(worker)  # the caller gets no reference to it
@@ -173,7 +175,7 @@ class Launcher:
             raise
         return worker
 
-    def _check_late(self, server: _Server, setting: Setting, requested: float) -> None:
+    def _check_late(self, server: _Server, setting: InheritedState, requested: float) -> None:
         """Raise an error if the server should have answered by now; one that hangs in an import is aborted.
 
         Its imports have `start_timeout`, its start and the fork of the worker `_ANSWERS_WITHIN_S`.
@@ -276,23 +278,23 @@ class Launcher:
 
     __del__ = close
 
-    def _handle_reply(self, kind: Reply, request: int, result: int) -> None:
+    def _handle_reply(self, kind: ServerReply, request: int, result: int) -> None:
         worker = self._workers.get(request)
         if worker is None:
-            if kind == Reply.LAUNCHED:  # the call that requested it was interrupted
+            if kind == ServerReply.LAUNCHED:  # the call that requested it was interrupted
                 descendants.send(result, signal.SIGKILL)
-        elif kind == Reply.LAUNCHED:
+        elif kind == ServerReply.LAUNCHED:
             worker.pid = result
         elif not worker.pid:  # it was not forked, or its keeper died before it reported the launch
-            worker.failure = result if kind == Reply.FAILED else errno.ECHILD
+            worker.failure = result if kind == ServerReply.FAILED else errno.ECHILD
         else:
             self._workers.pop(request, None)
             worker.crash_report = worker.crash_file.text()
             worker.crash_file.close()
             worker.exitcode = result
 
-    def _handle_last_reply(self, kind: Reply, request: int, result: int) -> None:
-        """As `_handle_reply`, for a server that has ended: `_lose_server` reports the workers that ended with it."""
+    def _handle_last_reply(self, kind: ServerReply, request: int, result: int) -> None:
+        """Handle a reply of a server that has ended; `_lose_server` reports the workers that were killed with it."""
         if not _is_kill(kind, request, result):
             self._handle_reply(kind, request, result)
 
@@ -306,7 +308,7 @@ class Launcher:
         for request, worker in [*self._workers.items()]:
             if worker.pid:
                 worker.server = lost.lost()
-                self._handle_reply(Reply.DIED, request, -signal.SIGKILL)
+                self._handle_reply(ServerReply.DIED, request, -signal.SIGKILL)
 
     def _continue_stopped(self) -> None:
         """Continue server and keepers that were stopped, if one of them owes a report about a worker.
@@ -327,8 +329,8 @@ class _LaunchLost(Exception):
     """The server or the keeper died before it had started a worker: what happened, and what to do."""
 
 
-def _is_kill(kind: Reply, request: int, result: int) -> bool:
-    return kind == Reply.DIED and result == -signal.SIGKILL
+def _is_kill(kind: ServerReply, request: int, result: int) -> bool:
+    return kind == ServerReply.DIED and result == -signal.SIGKILL
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -354,15 +356,15 @@ class _Preloading:
         self.crash_file = CrashFile()
         self._block = Block()
         self.status = WorkerStatus(self._block.allocate(WorkerStatus.NBYTES))
-        self._noted = anonymous_file("marl_parallel-preloaded")
+        self._findings = anonymous_file("marl_parallel-preloaded")
 
     @property
     def fds(self) -> tuple[int, int, int]:
-        return self.crash_file.fd, self._block.fd, self._noted
+        return self.crash_file.fd, self._block.fd, self._findings
 
-    def noted(self) -> tuple[Preloaded, ...]:
+    def findings(self) -> tuple[Preloaded, ...]:
         """What workers cannot share of the modules, once all are imported."""
-        found: tuple[Preloaded, ...] = pickle.loads(os.pread(self._noted, os.fstat(self._noted).st_size, 0))
+        found: tuple[Preloaded, ...] = pickle.loads(os.pread(self._findings, os.fstat(self._findings).st_size, 0))
         return found
 
     @property
@@ -380,7 +382,7 @@ class _Preloading:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # at the limit of open files, it has not been made
             self.crash_file.close()
-            os.close(self._noted)
+            os.close(self._findings)
 
 
 class _Server:
@@ -389,7 +391,7 @@ class _Server:
     Attributes:
         preloading: Where it imports the modules of `preload`, until it has answered; else None.
         has_answered: Whether it has answered a request, and so has imported all.
-        noted: What workers cannot share of these modules, once it has answered, and until a warning names it.
+        findings: What workers cannot share of these modules, once it has answered, and until a warning names it.
     """
 
     @naming_limits()
@@ -397,7 +399,7 @@ class _Server:
         self._exitcode: int | None = None
         self._token = token
         self.has_answered = False
-        self.noted: tuple[Preloaded, ...] = ()
+        self.findings: tuple[Preloaded, ...] = ()
         self.preloading = _Preloading() if preload else None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
@@ -451,7 +453,7 @@ class _Server:
     def request(
         self,
         number: int,
-        setting: Setting,
+        setting: InheritedState,
         crash_file: CrashFile,
         to_tracker: int,
         outputs: tuple[int | None, int | None],
@@ -469,7 +471,7 @@ class _Server:
                 message = REQUEST.pack(number, setting.worker)
                 socket.send_fds(self._socket, [message], [file.fileno(), *own, out, err, *fds])
 
-    def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
+    def reply(self, timeout: float) -> tuple[ServerReply, int, int] | None:
         """The next reply, if any; `EOFError` if server and keepers have gone, or another thread has closed this."""
         poll = select.poll()
         if (fd := self._socket.fileno()) < 0:
@@ -481,12 +483,12 @@ class _Server:
         if not message:
             raise EOFError
         if self.preloading is not None:
-            self.noted, self.preloading = self.preloading.noted(), None
+            self.findings, self.preloading = self.preloading.findings(), None
         self.has_answered = True
         kind, number, result = REPLY.unpack(message)
-        return Reply(kind), number, result
+        return ServerReply(kind), number, result
 
-    def close(self, handle_reply: Callable[[Reply, int, int], object]) -> int | None:
+    def close(self, handle_reply: Callable[[ServerReply, int, int], object]) -> int | None:
         """End server, workers and keepers, and handle their last replies; exit code 0: the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)

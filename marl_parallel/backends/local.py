@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.backend import Backend, Capabilities
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.neighbours import Neighbours
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.reports.advice import naming_limits
+from marl_parallel.core.worker.neighbours import Neighbours
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 _LONGEST_WAIT_S = 1e8  # `SimpleQueue.get` overflows at larger timeouts

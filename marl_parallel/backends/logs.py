@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marl_parallel.backends import interpreter
 from marl_parallel.core.files import check_log, make_folder, open_log
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports.reports import logger
 
 _TAIL_LINES = 20
 _TAIL_NBYTES = 4096

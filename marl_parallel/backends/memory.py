@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from marl_parallel.core.advice import naming_limits
+from marl_parallel.core.reports.advice import naming_limits
 
 try:
     import fcntl
@@ -127,7 +127,7 @@ def has_semaphores() -> bool:
 
 
 class Semaphore:
-    """A POSIX semaphore at a fixed place in a shared block: the cheapest way for two processes to wake each other.
+    """A POSIX semaphore at a fixed offset in a shared block: the cheapest way for two processes to wake each other.
 
     Each process makes an object of its own at the same offset, a multiple of 8; one of them calls `init` first.
     """

@@ -42,15 +42,16 @@ from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.backends.worker_processes import UNKNOWN, Handle, Link, Output, WorkerProcesses
-from marl_parallel.core import codec, sharing
-from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.columns import span_of
-from marl_parallel.core.loading import cpu_seconds
-from marl_parallel.core.log_records import RecordSender
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.columns import span_of
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
-from marl_parallel.core.script_names import open_script_of_worker
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.objects import sharing
+from marl_parallel.core.objects.script_names import open_script_of_worker
+from marl_parallel.core.reports.advice import name_limit, naming_limits
+from marl_parallel.core.reports.log_records import RecordSender
+from marl_parallel.core.worker.loading import cpu_seconds
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 _TICK_S = 0.02  # how often to look for deaths, for the case that the fork server is dead and reports none
@@ -102,8 +103,8 @@ class Queue:
 
     def put(self, code: int, moment: float = 0.0) -> None:
         """Write a code and wake the reader; the caller ensures that there is room."""
-        place = self.counts[0] % self.capacity
-        self.codes[place], self.times[place] = code, moment
+        index = self.counts[0] % self.capacity
+        self.codes[index], self.times[index] = code, moment
         self.counts[0] += 1
         self.ready.post()
 
@@ -154,17 +155,17 @@ class Spin:
         self.seconds = _MOST_SPIN_S if wait == "spin" else 0.0
 
     def take(self, semaphore: Semaphore, patience: float | None = None) -> bool:
-        """As `Semaphore.take`, after polling for a while."""
+        """Poll for a while, then wait for a semaphore; returns whether it was taken within `patience` seconds."""
         if not self.tries:
             return semaphore.take(patience)
         began = time.monotonic()
         seconds = self.seconds if patience is None else min(self.seconds, patience)
         taken = _try_for(semaphore, seconds) or semaphore.take(patience)
         if self.adapts:
-            self.note(time.monotonic() - began)
+            self.adapt(time.monotonic() - began)
         return taken
 
-    def note(self, seconds: float) -> None:
+    def adapt(self, seconds: float) -> None:
         """Adapt to a wait that took this long."""
         self._mean += (min(seconds, _MOST_SPIN_S) - self._mean) / 4
         self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
@@ -227,7 +228,7 @@ class Channel:
         self.flush()
 
     def put_constructing(self, request: Request) -> None:
-        """As `put`, for a request with constructors: the descriptors of what these share are sent before it."""
+        """Send a request with constructors, after the descriptors of what these share; `flush` sends the rest."""
         self._messages.append(sharing.dumps_request(request))
         self.flush()
 
@@ -508,7 +509,7 @@ class Queues(Link[_QueueHandle]):
             for handle in exchanged[2]:
                 handle.expected -= 1
         if spin.adapts:
-            spin.note(seconds)
+            spin.adapt(seconds)
         return True
 
     def _exchange_of(
@@ -608,7 +609,7 @@ class Queues(Link[_QueueHandle]):
             replies.append((handle.worker, handle.lost))
 
     def look_for_deaths(self) -> None:
-        """Note how workers have died."""
+        """Set how workers have died."""
         self._looked = time.monotonic()
         if (launcher := self.launcher) is not None and self.is_open:
             launcher.collect()

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from marl_parallel.backends import interpreter
 from marl_parallel.backends.process import ProcessBackend
+from marl_parallel.core.block.records import WITH_ACTIONS, WITH_RESULTS, RecordOffsets, RecordSlices
 from marl_parallel.core.messages import STEPPED, Begins, Construct, Lost, Message, Reply, Request
-from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces, RecordSlices
 
 __doctest_requires__ = ["ray"]
 
@@ -126,7 +126,7 @@ class RayActor:
         self._backend = ProcessBackend(threads=num_threads)
         self._turns = _Turns(self._backend.interrupt)
         self._shares: dict[int, Sequence[int]] = {}  # by worker, as the caller numbers them
-        self._places: dict[int, int] = {}  # by worker, its number in the `ProcessBackend`
+        self._numbers: dict[int, int] = {}  # by worker, its number in the `ProcessBackend`
         self._workers: dict[int, int] = {}  # by its number there, the worker
         self._starts: dict[int, int] = {}  # how often each worker was started
         self._owed: dict[int, int] = {}  # how many requests each worker has not replied to
@@ -146,28 +146,28 @@ class RayActor:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def start(
-        self, shares: Mapping[int, Sequence[int]], most: int, most_requests: int, places: RecordPlaces | None
+        self, shares: Mapping[int, Sequence[int]], most: int, most_requests: int, record_offsets: RecordOffsets | None
     ) -> tuple[str, float]:
         """Start workers, at `most` so many at a time; returns the id of the node, and `time.monotonic` there."""
-        if places is not None:
-            self.allocate(places)
+        if record_offsets is not None:
+            self.allocate(record_offsets)
         self._backend.start([*shares.values()], most_requests, most)
-        for place, (worker, share) in enumerate(shares.items()):
+        for number, (worker, share) in enumerate(shares.items()):
             self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, 0
-            self._places[worker], self._workers[place] = place, worker
+            self._numbers[worker], self._workers[number] = number, worker
         return self._node, time.monotonic()
 
-    def allocate(self, places: RecordPlaces) -> None:
+    def allocate(self, record_offsets: RecordOffsets) -> None:
         with self._turns.first():
-            self._slices = RecordSlices(places, self._backend.allocate(places.nbytes))
+            self._slices = RecordSlices(record_offsets, self._backend.allocate(record_offsets.nbytes))
 
     def _start(self, worker: int, start: int, share: Sequence[int]) -> None:
         """Start a worker, or another one in its place."""
         self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, start
-        if (place := self._places.get(worker)) is None:
-            place = next(number for number in range(len(self._backend.statuses)) if number not in self._workers)
-        self._backend.start_worker(place, share)
-        self._places[worker], self._workers[place] = place, worker
+        if (number := self._numbers.get(worker)) is None:
+            number = next(n for n in range(len(self._backend.statuses)) if n not in self._workers)
+        self._backend.start_worker(number, share)
+        self._numbers[worker], self._workers[number] = number, worker
 
     # -- requests and replies --------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class RayActor:
             self._order_done.notify_all()
 
     def _pass_on(self, order: Order) -> None:
-        requests = {self._places[worker]: request for worker, request in order.requests.items()}
+        requests = {self._numbers[worker]: request for worker, request in order.requests.items()}
         if not requests:
             return
         with_actions: list[int] = []
@@ -234,14 +234,14 @@ class RayActor:
             if message is Message.OUTPUTS:
                 self._writes_states = request.payload.states
             elif message is Message.CLOSE:
-                self._backend.statuses[self._places[worker]].discard()
+                self._backend.statuses[self._numbers[worker]].discard()
         if order.actions is not None and self._slices is not None:
             self._slices.put_actions(with_actions, order.actions)
         self._backend.post(requests, together=order.together)
 
     def _receive(self, replies: Iterable[tuple[int, Reply | Lost]]) -> None:
-        for place, reply in replies:
-            worker = self._workers[place]
+        for number, reply in replies:
+            worker = self._workers[number]
             if isinstance(reply, Lost):
                 self._owed[worker] = 0
             else:
@@ -278,22 +278,22 @@ class RayActor:
     # -- states and ends of workers --------------------------------------------------------------------------------
 
     def _status(self, worker: int) -> tuple[int, bytes]:
-        return self._starts[worker], self._backend.statuses[self._places[worker]].copy()
+        return self._starts[worker], self._backend.statuses[self._numbers[worker]].copy()
 
     def look(self, *, hurry: bool) -> tuple[float, dict[int, tuple[int, bytes]]]:
         """`time.monotonic` on this machine, and the status of each worker; with `hurry`, the exchange returns."""
         with self._turns.first():
             self._hurries |= hurry and self._waits
-            return time.monotonic(), {worker: self._status(worker) for worker in self._places}
+            return time.monotonic(), {worker: self._status(worker) for worker in self._numbers}
 
     def memory(self, worker: int) -> int | None:
-        """As `Backend.memory`; it takes no turn, as reading takes a while."""
-        place = self._places.get(worker)
-        return None if place is None else self._backend.memory(place)
+        """Bytes of memory of a worker, None if unknown; takes no turn, since reading is slow."""
+        number = self._numbers.get(worker)
+        return None if number is None else self._backend.memory(number)
 
     def stack(self, worker: int, *, harmless: bool) -> str:
         with self._turns.first():
-            return self._backend.stack(self._places[worker], harmless=harmless)
+            return self._backend.stack(self._numbers[worker], harmless=harmless)
 
     def end(self, worker: int, after: int, seen: int, start: int) -> Packed:
         """End a worker, after the order of a number; returns all its replies that the caller has not seen.
@@ -304,30 +304,33 @@ class RayActor:
         with self._order_done:
             self._await_order(after)
         with self._turns.first():
-            if worker not in self._places or self._starts[worker] != start:
+            if worker not in self._numbers or self._starts[worker] != start:
                 return pack(self._results([]))
             returned = self._returned if seen < self._exchanges else []
             replies = [one for one in [*returned, *self._replies] if one[:2] == (worker, start)]
             self._replies = [one for one in self._replies if one[0] != worker]
-            replies += [(worker, start, reply) for reply in self._backend.end(self._places[worker])]
+            replies += [(worker, start, reply) for reply in self._backend.end(self._numbers[worker])]
             self._owed[worker], self._hurries = 0, self._waits
             return pack(self._results([*replies, (worker, start, Lost(None, ""))]))
 
     def remove(self, worker: int, after: int, start: int, *, kill: bool) -> bool:
-        """As `Backend.remove`, after the order of a number; `start` as for `end`."""
+        """Free a worker after the order `after`; returns False if it has not ended yet.
+
+        Does nothing and returns True if the worker was not started `start` times: it is another one, or is gone.
+        """
         with self._order_done:
             self._await_order(after)
         with self._turns.first():
-            if worker not in self._places or start != self._starts[worker]:
+            if worker not in self._numbers or start != self._starts[worker]:
                 return True
-            if not self._backend.remove(self._places[worker], kill=kill):
+            if not self._backend.remove(self._numbers[worker], kill=kill):
                 return False
-            del self._workers[self._places.pop(worker)], self._shares[worker], self._owed[worker]
+            del self._workers[self._numbers.pop(worker)], self._shares[worker], self._owed[worker]
             self._replies = [one for one in self._replies if one[0] != worker]
             return True
 
     def stop(self, timeout: float) -> None:
-        """As `Backend.stop`; an exchange that waits may never return."""
+        """End all workers, closed ones by themselves within `timeout` seconds; a waiting exchange may never return."""
         with self._turns.first():
             self._backend.stop(timeout)
 

@@ -12,9 +12,9 @@ import ray
 from marl_parallel.backends import interpreter
 from marl_parallel.backends.ray_actor import CONCURRENCY_GROUPS, RayActor
 from marl_parallel.backends.ray_cluster import draining_nodes
-from marl_parallel.backends.ray_exchange import Actor
-from marl_parallel.backends.ray_placement import Place, Placement
-from marl_parallel.core.records import RecordPlaces
+from marl_parallel.backends.ray_exchange import ActorState
+from marl_parallel.backends.ray_placement import Bundle, Placement
+from marl_parallel.core.block.records import RecordOffsets
 
 __doctest_requires__ = ["ray"]
 
@@ -30,7 +30,7 @@ class Assignment:
     Attributes:
         shares: By worker, its environments.
         actors: The actors in use; some may be starting or gone.
-        record_places: Where records are in the block; None before there is one.
+        record_offsets: Where records are in the block; None before there is one.
     """
 
     def __init__(self, placement: Placement, runtime_env: Mapping[str, Any] | None, num_threads: int | None) -> None:
@@ -38,15 +38,15 @@ class Assignment:
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._num_threads = num_threads
         self.shares: dict[int, Sequence[int]] = {}
-        self.actors: list[Actor] = []
-        self.record_places: RecordPlaces | None = None
-        self._actor_of: dict[int, Actor] = {}  # by worker
+        self.actors: list[ActorState] = []
+        self.record_offsets: RecordOffsets | None = None
+        self._actor_of: dict[int, ActorState] = {}  # by worker
         self._beside: dict[int, int] = {}  # by added worker, the worker whose environments move there
-        self._places: dict[int, Place] = {}  # by worker
-        self._vacant: dict[Actor, list[Place]] = {}  # for workers that leave an actor
+        self._bundles: dict[int, Bundle] = {}  # by worker
+        self._vacant: dict[ActorState, list[Bundle]] = {}  # for workers that leave an actor
         self._most = self._most_requests = 0
 
-    def actor_of(self, worker: int) -> Actor | None:
+    def actor_of(self, worker: int) -> ActorState | None:
         """The actor that has a worker, or had it if it is lost; None if there is no such worker."""
         return self._actor_of.get(worker)
 
@@ -60,53 +60,53 @@ class Assignment:
     def start(self, shares: Sequence[Sequence[int]], most: int, most_requests: int) -> None:
         """Wait for room and start all actors, each with at most `most` workers at a time."""
         self.shares, self._most, self._most_requests = dict(enumerate(shares)), most, most_requests
-        self._places = dict(enumerate(self.placement.reserve(len(shares))))
-        nodes, together = self.placement.nodes_of(self._places.values()), dict[Any, list[int]]()
-        for worker, place in self._places.items():
-            together.setdefault(nodes[place] if self.placement.by_node else place, []).append(worker)
+        self._bundles = dict(enumerate(self.placement.reserve(len(shares))))
+        nodes, together = self.placement.nodes_of(self._bundles.values()), dict[Any, list[int]]()
+        for worker, bundle in self._bundles.items():
+            together.setdefault(nodes[bundle] if self.placement.by_node else bundle, []).append(worker)
         for workers in together.values():
-            self._start_actor(self._places[workers[0]], workers)
+            self._start_actor(self._bundles[workers[0]], workers)
 
-    def _start_actor(self, place: Place, workers: Collection[int] = ()) -> Actor:
+    def _start_actor(self, bundle: Bundle, workers: Collection[int] = ()) -> ActorState:
         """Start an actor with some workers, or without any."""
         remote = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RayActor)
-        options = {**self.placement.options(place), "runtime_env": self._runtime_env, "max_restarts": 0}
+        options = {**self.placement.options(bundle), "runtime_env": self._runtime_env, "max_restarts": 0}
         path = [*map(os.path.abspath, sys.path)]
         handle = remote.options(**options).remote(self._num_threads, path, interpreter.next_identity())
-        actor = Actor(handle, place, workers)
+        actor = ActorState(handle, bundle, workers)
         shares = {worker: self.shares[worker] for worker in workers}
-        actor.starting = actor.control("start", shares, self._most, self._most_requests, self.record_places)
+        actor.starting = actor.control("start", shares, self._most, self._most_requests, self.record_offsets)
         self._actor_of.update(dict.fromkeys(workers, actor))
         self.actors.append(actor)
         return actor
 
-    def start_again(self, old: Actor, reason: str) -> None:
+    def start_again(self, old: ActorState, reason: str) -> None:
         """Start another actor with the same workers in the place of one that could not start."""
         self._end(old, reason)
-        self._hand_over(old, self._start_actor(old.place), [*old.pending])
+        self._hand_over(old, self._start_actor(old.bundle), [*old.pending])
 
-    def separate(self, actor: Actor, node: str) -> None:
-        """Once an actor has started on a node, hand its workers with places on other nodes to other actors.
+    def separate(self, actor: ActorState, node: str) -> None:
+        """Once an actor has started on a node, hand its workers with bundles on other nodes to other actors.
 
-        After a node is lost, Ray finds a new place for each of its workers.
+        After a node is lost, Ray finds a new node for each of its workers.
         """
-        if self.record_places is None or not self.placement.by_node:
+        if self.record_offsets is None or not self.placement.by_node:
             return
-        nodes = self.placement.nodes_of(self._places[worker] for worker in actor.pending)
+        nodes = self.placement.nodes_of(self._bundles[worker] for worker in actor.pending)
         others: dict[str, list[int]] = {}
         for worker in actor.pending:
-            if (other := nodes[self._places[worker]]) != node and self._places[worker] != actor.place:
+            if (other := nodes[self._bundles[worker]]) != node and self._bundles[worker] != actor.bundle:
                 others.setdefault(other, []).append(worker)
         for workers in others.values():
-            new = self._start_actor(self._places[workers[0]])
+            new = self._start_actor(self._bundles[workers[0]])
             new.is_standby = actor.is_standby
             self._hand_over(actor, new, workers)
 
-    def _hand_over(self, old: Actor, new: Actor, workers: Sequence[int]) -> None:
+    def _hand_over(self, old: ActorState, new: ActorState, workers: Sequence[int]) -> None:
         old.hand_over(new, workers)
         self._actor_of.update(dict.fromkeys(workers, new))
 
-    def _end(self, actor: Actor, reason: str) -> None:
+    def _end(self, actor: ActorState, reason: str) -> None:
         self.actors.remove(actor)
         self._vacant.pop(actor, None)
         actor.lost, actor.starting = reason, None
@@ -121,44 +121,44 @@ class Assignment:
         if actor.lost is not None:
             if actor in self.actors:
                 self._end(actor, actor.lost)
-            actor = self._actor_at(self._places[worker], is_standby=False, since=actor.lost_at)
+            actor = self._actor_at(self._bundles[worker], is_standby=False, since=actor.lost_at)
         self._start_worker(actor, worker)
 
     def add(self, worker: int, share: Sequence[int], beside: int) -> None:
         """Start one more worker: in the actor of the worker `beside`, or on another node if that worker leaves."""
         self.shares[worker], self._beside[worker] = share, beside
-        actor, place = self._actor_of[beside], self._places[beside]
+        actor, bundle = self._actor_of[beside], self._bundles[beside]
         if beside in self.leaving():
-            place = self._place_elsewhere(actor)
-            actor = self._actor_at(place, is_standby=True)
+            bundle = self._bundle_elsewhere(actor)
+            actor = self._actor_at(bundle, is_standby=True)
         elif actor.lost is not None:
-            actor = self._actor_at(place, is_standby=False, since=actor.lost_at)
-        self._places[worker] = place
+            actor = self._actor_at(bundle, is_standby=False, since=actor.lost_at)
+        self._bundles[worker] = bundle
         self._start_worker(actor, worker)
 
-    def _actor_at(self, place: Place, *, is_standby: bool, since: float = 0.0) -> Actor:
-        """The usable actor at a place, or on its node; else a new actor.
+    def _actor_at(self, bundle: Bundle, *, is_standby: bool, since: float = 0.0) -> ActorState:
+        """The usable actor of a bundle, or on its node; else a new actor.
 
         Args:
-            place: The resources set aside for a worker.
+            bundle: The resources set aside for a worker.
             is_standby: Whether the batch can go on without the worker. An actor that is starting takes only such
                 workers, or only others.
             since: An actor that is up counts only if it started after this moment, when its node was alive.
         """
-        nodes = self.placement.nodes_of([place, *[one.place for one in self.actors]])
+        nodes = self.placement.nodes_of([bundle, *[one.bundle for one in self.actors]])
         for actor in self.actors:
             is_usable = actor.ready > since if actor.is_up else actor.lost is None and actor.is_standby == is_standby
-            is_there = actor.place == place
+            is_there = actor.bundle == bundle
             if self.placement.by_node and not is_there:
-                node = actor.node or nodes[actor.place]
-                is_there = node == nodes[place] and (node != "" or actor.place.group == place.group)
+                node = actor.node or nodes[actor.bundle]
+                is_there = node == nodes[bundle] and (node != "" or actor.bundle.group == bundle.group)
             if is_usable and is_there:
                 return actor
-        actor = self._start_actor(place)
+        actor = self._start_actor(bundle)
         actor.is_standby = is_standby
         return actor
 
-    def _start_worker(self, actor: Actor, worker: int) -> None:
+    def _start_worker(self, actor: ActorState, worker: int) -> None:
         actor.start_worker(worker, self.shares[worker])
         self._actor_of[worker] = actor
 
@@ -174,12 +174,12 @@ class Assignment:
         if actor in self.actors and actor not in self._actor_of.values():  # all have moved
             self._end(actor, "its workers have moved")
         if ray.is_initialized():
-            vacant = [place for places in self._vacant.values() for place in places]
-            self.placement.free_unused([*self._places.values(), *[one.place for one in self.actors], *vacant])
+            vacant = [bundle for bundles in self._vacant.values() for bundle in bundles]
+            self.placement.free_unused([*self._bundles.values(), *[one.bundle for one in self.actors], *vacant])
         return True
 
     def _forget(self, worker: int) -> None:
-        del self._actor_of[worker], self._places[worker], self.shares[worker]
+        del self._actor_of[worker], self._bundles[worker], self.shares[worker]
         self._beside.pop(worker, None)
         self._beside = {added: old for added, old in self._beside.items() if old != worker}
 
@@ -198,11 +198,11 @@ class Assignment:
         draining = draining_nodes()
         return {worker for worker in self.shares if self.node_of(worker) in draining}
 
-    def _place_elsewhere(self, old: Actor) -> Place:
-        """A place on another node for a worker of an actor; the first call sets places aside for all its workers."""
+    def _bundle_elsewhere(self, old: ActorState) -> Bundle:
+        """A bundle on another node for a worker of an actor; the first call sets bundles aside for all its workers."""
         vacant = self._vacant.setdefault(old, [])
         if not vacant:
-            # A worker, and the one that its environments move to on the same node, need one place.
+            # A worker, and the one that its environments move to on the same node, need one bundle.
             staying = {self._beside.get(one, one) for one in old.pending if one not in old.closing}
             staying -= {one for added, one in self._beside.items() if self._actor_of.get(added, old) is not old}
             vacant += self.placement.elsewhere(max(len(staying), 1))

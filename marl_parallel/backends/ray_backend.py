@@ -27,12 +27,12 @@ from ray.exceptions import RayError, RayTaskError
 from marl_parallel.backends.ray_actor import unpack
 from marl_parallel.backends.ray_assignment import Assignment
 from marl_parallel.backends.ray_cluster import connect, disconnect, has_own_cluster
-from marl_parallel.backends.ray_exchange import ANSWERS_WITHIN_S, Actor, answer_of, reason_of, results_of
+from marl_parallel.backends.ray_exchange import ANSWERS_WITHIN_S, ActorState, answer_of, reason_of, results_of
 from marl_parallel.backends.ray_placement import Placement
 from marl_parallel.core.backend import Backend, Capabilities, most_workers, usable_cpus
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import WITH_ACTIONS, RecordOffsets, RecordSlices
 from marl_parallel.core.messages import Lost, Reply, Request
-from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 
 __doctest_requires__ = ["ray"]
@@ -112,7 +112,7 @@ class RayBackend(Backend):
         self._slices: RecordSlices | None = None
         self._lost: list[tuple[int, Lost]] = []
         self._interrupted = False
-        self._begun: set[Actor] = set()  # with an exchange that the present `wait` has begun
+        self._begun: set[ActorState] = set()  # with an exchange that the present `wait` has begun
         self._looked = 0.0
         self._changed = True  # whether anything was sent or received since the last `look`
 
@@ -147,8 +147,8 @@ class RayBackend(Backend):
         assert layout is not None
         block = mmap.mmap(-1, nbytes)
         self._slices = RecordSlices(layout, block)
-        self._workers.record_places = RecordPlaces.of(layout)
-        allocated = [actor.control("allocate", self._workers.record_places) for actor in self._workers.actors]
+        self._workers.record_offsets = RecordOffsets.of(layout)
+        allocated = [actor.control("allocate", self._workers.record_offsets) for actor in self._workers.actors]
         timeout = self._placement.timeout
         _, missing = ray.wait(allocated, num_returns=len(allocated), timeout=timeout)
         if missing:
@@ -189,7 +189,7 @@ class RayBackend(Backend):
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._changed = True
-        by_actor: dict[Actor, dict[int, Request]] = {}
+        by_actor: dict[ActorState, dict[int, Request]] = {}
         connected = ray.is_initialized()
         for worker, request in requests.items():
             actor = self._workers.actor_of(worker)
@@ -206,7 +206,9 @@ class RayBackend(Backend):
             else:
                 self._send(actor, part, together=together)
 
-    def _send(self, actor: Actor, requests: dict[int, Request], *, together: bool = False, at_least: int = 1) -> None:
+    def _send(
+        self, actor: ActorState, requests: dict[int, Request], *, together: bool = False, at_least: int = 1
+    ) -> None:
         actions = None
         if self._slices is not None:
             env_ids: list[int] = []
@@ -239,7 +241,7 @@ class RayBackend(Backend):
             replies += self._hurry()
         return replies
 
-    def _expected(self, missing: int) -> dict[Any, Actor]:
+    def _expected(self, missing: int) -> dict[Any, ActorState]:
         """The actor of each reference to a next result; begins exchanges where none is in flight."""
         actors = [actor for actor in self._workers.actors if actor.lost is None]
         owed = sum(actor.owes for actor in actors)
@@ -255,7 +257,7 @@ class RayBackend(Backend):
         return expected
 
     def _collect(
-        self, expected: Mapping[Any, Actor], missing: int, patience: float
+        self, expected: Mapping[Any, ActorState], missing: int, patience: float
     ) -> tuple[int, list[tuple[int, Reply | Lost]]]:
         """Wait for results; returns how many there were, and the replies in them."""
         everything = missing >= sum(actor.owes for actor in expected.values())
@@ -277,17 +279,17 @@ class RayBackend(Backend):
         self.look()
         return []
 
-    def _receive(self, actor: Actor, result: Any) -> Sequence[tuple[int, Reply | Lost]]:
+    def _receive(self, actor: ActorState, result: Any) -> Sequence[tuple[int, Reply | Lost]]:
         """The replies in an actor's result; the losses of its workers if the result is an error of Ray."""
         self._changed = True
         if isinstance(result, RayTaskError) and actor.starting is None:
             raise result
         if isinstance(result, RayError):
-            return self._note_lost(actor, result)
+            return self._handle_lost(actor, result)
         if actor.starting is not None:
             node, now = result
             self._workers.separate(actor, node)
-            for requests, together in actor.note_start(node, now):
+            for requests, together in actor.mark_started(node, now):
                 self._send(actor, requests, together=together)
             return []
         return actor.receive(result, self._slices, self.statuses)
@@ -297,14 +299,14 @@ class RayBackend(Backend):
 
     # -- starts that fail ------------------------------------------------------------------------------------------
 
-    def _note_lost(self, actor: Actor, error: RayError) -> Sequence[tuple[int, Reply | Lost]]:
+    def _handle_lost(self, actor: ActorState, error: RayError) -> Sequence[tuple[int, Reply | Lost]]:
         """The losses of the workers of an actor that is gone; one that has not started is started again."""
         reason = reason_of(error)
         if actor.starting is None:
-            return self._unknown(actor.note_lost(reason))
+            return self._unknown(actor.mark_lost(reason))
         if actor.is_standby:
             return actor.give_up(reason)
-        if self._workers.record_places is None:
+        if self._workers.record_offsets is None:
             worker = next(iter(actor.pending))
             raise ParallelEnvError(f"worker {worker} could not be started by Ray: {error}", worker=worker)
         # The actor has not started, so its environments are not at fault. Ray may not know yet that a machine is gone.
@@ -318,15 +320,15 @@ class RayBackend(Backend):
             self.statuses[worker].forget_activity()
         return losses
 
-    def _check_start(self, actor: Actor, reason: str = "") -> Sequence[tuple[int, Reply | Lost]]:
+    def _check_start(self, actor: ActorState, reason: str = "") -> Sequence[tuple[int, Reply | Lost]]:
         """Raise an error if an actor has not started in time; a standby actor is given up instead."""
         if actor.starting is None or not actor.pending:
             return []
         if time.monotonic() - actor.since <= self._placement.timeout:
             return []
         worker = next(iter(actor.pending))
-        started = "started" if self._workers.record_places is None else "replaced"
-        text = f"worker {worker} could not be {started} {self._placement.why_not_started(actor.place, reason)}"
+        started = "started" if self._workers.record_offsets is None else "replaced"
+        text = f"worker {worker} could not be {started} {self._placement.why_not_started(actor.bundle, reason)}"
         if actor.is_standby:
             return actor.give_up(text)
         raise ParallelEnvError(text, env_ids=[*self._workers.shares[worker]], worker=worker)
@@ -348,7 +350,7 @@ class RayBackend(Backend):
                 actor.copy_statuses(now, statuses, self.statuses)
         self.seconds_in_look += time.monotonic() - self._looked
 
-    def _actor_that_answers(self, worker: int) -> Actor | None:
+    def _actor_that_answers(self, worker: int) -> ActorState | None:
         actor = self._workers.actor_of(worker)
         return actor if actor is not None and actor.is_up and ray.is_initialized() else None
 

@@ -14,7 +14,7 @@ from ray._private.state import state as global_state
 from ray.exceptions import RayError
 
 from marl_parallel.core.files import read_file
-from marl_parallel.core.reports import escaped, logger
+from marl_parallel.core.reports.reports import escaped, logger
 
 __doctest_requires__ = ["ray"]
 

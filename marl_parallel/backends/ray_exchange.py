@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
 from marl_parallel.backends.ray_actor import ActorResults, Order, Packed, unpack
-from marl_parallel.backends.ray_placement import Place
+from marl_parallel.backends.ray_placement import Bundle
+from marl_parallel.core.block.records import RecordSlices
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
-from marl_parallel.core.records import RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 
 __doctest_requires__ = ["ray"]
@@ -38,7 +38,7 @@ ANSWERS_WITHIN_S = 5.0
 _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
 
 
-class Actor:
+class ActorState:
     """The caller's state of an actor and its workers.
 
     Attributes:
@@ -58,8 +58,8 @@ class Actor:
         lost_at: When its loss was noticed, in seconds of this clock.
     """
 
-    def __init__(self, handle: Any, place: Place, workers: Iterable[int] = ()) -> None:
-        self.handle, self.place = handle, place
+    def __init__(self, handle: Any, bundle: Bundle, workers: Iterable[int] = ()) -> None:
+        self.handle, self.bundle = handle, bundle
         self.node = ""
         self.starting: Any = None
         self.ready = math.inf
@@ -115,7 +115,7 @@ class Actor:
         self._memory.pop(worker, None)
         self.closing.discard(worker)
 
-    def hand_over(self, new: Actor, workers: Sequence[int]) -> None:
+    def hand_over(self, new: ActorState, workers: Sequence[int]) -> None:
         """Hand some workers, with their starts and requests, to another actor that has not started either."""
         chosen = {*workers}
         new.since = min(self.since, new.since)
@@ -152,7 +152,7 @@ class Actor:
     # -- requests and replies --------------------------------------------------------------------------------------
 
     def take_requests(self, requests: Mapping[int, Request]) -> None:
-        """Note requests that are to be sent."""
+        """Queue requests that are to be sent."""
         for worker, request in requests.items():
             self.pending[worker].append(request)
             if request.message is Message.CLOSE:
@@ -169,15 +169,15 @@ class Actor:
         else:
             self._post(packed)
 
-    def note_start(self, node: str, now: float) -> list[tuple[dict[int, Request], bool]]:
-        """Note its start, on a node, at the time `now` there; returns the requests that have waited for it."""
+    def mark_started(self, node: str, now: float) -> list[tuple[dict[int, Request], bool]]:
+        """Mark it as started on a node, at the time `now` there; returns the requests that have waited for it."""
         self.node, self.starting, self.ready = node, None, time.monotonic()
         self.clock_offset = self.ready - now
         waiting, self.waiting = self.waiting, []
         return [(requests, together and len(waiting) == 1) for requests, together in waiting if requests]
 
-    def note_lost(self, reason: str) -> list[tuple[int, Lost]]:
-        """Note that it is gone; returns the losses of its workers with unanswered requests."""
+    def mark_lost(self, reason: str) -> list[tuple[int, Lost]]:
+        """Mark it as lost; returns the losses of its workers with unanswered requests."""
         self.lost, self.lost_at, self.starting, self.in_flight = reason, time.monotonic(), None, None
         busy = [worker for worker, requests in self.pending.items() if requests]
         self.pending.clear()
@@ -187,7 +187,7 @@ class Actor:
         """Kill the actor, which could not start; returns the losses of all its workers."""
         ray.kill(self.handle)
         workers = [*self.pending]
-        self.note_lost(reason)
+        self.mark_lost(reason)
         return [(worker, Lost(None, "", reason)) for worker in workers]
 
     def receive(

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_cluster import SLOT
 from marl_parallel.core.backend import share_out
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
@@ -28,11 +28,11 @@ _ANYWHERE = {"memory": 1}
 _WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
 
 
-class Place(NamedTuple):
-    """The resources of a worker, or of several workers of one actor: a bundle of a placement group."""
+class Bundle(NamedTuple):
+    """A bundle of a placement group: the resources of a worker, or of several workers of one actor."""
 
     group: PlacementGroup
-    bundle: int
+    position: int  # in the group
     workers: int  # how many it is for
 
 
@@ -46,8 +46,8 @@ class Placement:
         timeout: Seconds to wait for room.
 
     Attributes:
-        by_node: Whether all workers of a node share an actor. Otherwise workers with the same place share one. This
-            includes workers with GPUs, since an actor sees only the GPUs of its own place.
+        by_node: Whether all workers of a node share an actor. Otherwise workers with the same bundle share one. This
+            includes workers with GPUs, since an actor sees only the GPUs of its own bundle.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Placement:
 
     # -- setting aside ---------------------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> list[Place]:
-        """Set aside what the first workers need, and wait until there is room; returns the place of each."""
-        places = self.elsewhere(count)
-        group, before_warning = places[0].group, min(_WARN_AFTER_S, self.timeout)
+    def reserve(self, count: int) -> list[Bundle]:
+        """Set aside what the first workers need, and wait until there is room; returns the bundle of each."""
+        bundles = self.elsewhere(count)
+        group, before_warning = bundles[0].group, min(_WARN_AFTER_S, self.timeout)
         if not group.wait(before_warning):
             logger.warning("waiting for room in the Ray cluster: %s", self._shortage(count))
             if not group.wait(self.timeout - before_warning):
@@ -85,25 +85,25 @@ class Placement:
                     f"the Ray cluster has no room after {self.timeout:g} s: {self._shortage(count)}. Ask for fewer "
                     "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
                 )
-        return places
+        return bundles
 
-    def elsewhere(self, count: int) -> list[Place]:
-        """Places for some workers, on nodes that will not shut down; Ray waits for room."""
+    def elsewhere(self, count: int) -> list[Bundle]:
+        """Bundles for some workers, on nodes that will not shut down; Ray waits for room."""
         sizes = [*map(len, share_out(count, -(-count // self._each)))]
-        group = placement_group([self._bundle(size) for size in sizes], strategy=self._strategy)
+        group = placement_group([self._amounts(size) for size in sizes], strategy=self._strategy)
         self._groups.append(group)
-        return [Place(group, bundle, size) for bundle, size in enumerate(sizes) for _ in range(size)]
+        return [Bundle(group, position, size) for position, size in enumerate(sizes) for _ in range(size)]
 
-    def nodes_of(self, places: Iterable[Place]) -> dict[Place, str]:
-        """By place, the id of its node; empty while Ray looks for one, as after a node is gone."""
-        chosen = {*places}
+    def nodes_of(self, bundles: Iterable[Bundle]) -> dict[Bundle, str]:
+        """By bundle, the id of its node; empty while Ray looks for one, as after a node is gone."""
+        chosen = {*bundles}
         tables = {group: placement_group_table(group)["bundles_to_node_id"] for group in {one.group for one in chosen}}
-        nodes = {place: tables[place.group].get(place.bundle) or "" for place in chosen}
-        return {place: node if node.strip("f") else "" for place, node in nodes.items()}  # ff...f means no node
+        nodes = {bundle: tables[bundle.group].get(bundle.position) or "" for bundle in chosen}
+        return {bundle: node if node.strip("f") else "" for bundle, node in nodes.items()}  # ff...f means no node
 
-    def free_unused(self, used: Iterable[Place]) -> None:
-        """Remove the groups that none of these places uses, except the group of the start."""
-        groups = {place.group for place in used}
+    def free_unused(self, used: Iterable[Bundle]) -> None:
+        """Remove the groups that none of these bundles uses, except the group of the start."""
+        groups = {bundle.group for bundle in used}
         for group in self._groups[1:]:
             if group not in groups:
                 self._remove(group)
@@ -116,10 +116,10 @@ class Placement:
         self._groups.remove(group)
         remove_placement_group(group)
 
-    def options(self, place: Place) -> dict[str, Any]:
-        """The options of an actor at a place: for some resources, Ray has separate arguments."""
-        resources = self._bundle(place.workers)
-        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+    def options(self, bundle: Bundle) -> dict[str, Any]:
+        """The options of an actor with this bundle: for some resources, Ray has separate arguments."""
+        resources = self._amounts(bundle.workers)
+        strategy = PlacementGroupSchedulingStrategy(bundle.group, placement_group_bundle_index=bundle.position)
         return {
             "num_cpus": resources.get("CPU", 0),
             "num_gpus": resources.get("GPU", 0),
@@ -128,23 +128,23 @@ class Placement:
             "scheduling_strategy": strategy,
         }
 
-    def _bundle(self, workers: int) -> dict[str, float]:
+    def _amounts(self, workers: int) -> dict[str, float]:
         """The resources of some workers; Ray requires whole numbers above 1, except for CPUs."""
         amounts = {name: round(workers * amount, 4) for name, amount in self._resources.items()}
         return {name: math.ceil(n) if n > 1 and name != "CPU" else n for name, n in amounts.items()}
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def why_not_started(self, place: Place, reason: str) -> str:
+    def why_not_started(self, bundle: Bundle, reason: str) -> str:
         """Why an actor did not start within the timeout (`reason`, if it is known), and what to do."""
         to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
-        if not reason and self.nodes_of([place])[place]:
+        if not reason and self.nodes_of([bundle])[bundle]:
             reason = "Ray has set aside what it needs, but its process is not ready yet"
             to_do = (
                 "Raise RayBackend(placement_timeout=), as the node may be busy or install a runtime_env, or read Ray's "
                 "logs on that node"
             )
-        reason = reason or f"it wants {_listed(self._shown(place.workers))}{self._there()}"
+        reason = reason or f"it wants {_listed(self._shown(bundle.workers))}{self._there()}"
         return f"within {self.timeout:g} s: {reason}. {to_do}"
 
     def _shortage(self, count: int) -> str:
@@ -153,7 +153,7 @@ class Placement:
         return f"{wants} {_listed(self._shown(1))}{each}{together}{self._there()}"
 
     def _shown(self, workers: int) -> dict[str, float]:
-        amounts = self._bundle(workers)
+        amounts = self._amounts(workers)
         return {name: amount for name, amount in amounts.items() if name != SLOT} or amounts
 
     def _there(self) -> str:

@@ -23,8 +23,8 @@ import time
 from typing import Any
 
 from marl_parallel.backends.memory import fill_standard
-from marl_parallel.core.advice import naming_limits
-from marl_parallel.core.log_records import RecordRings
+from marl_parallel.core.reports.advice import naming_limits
+from marl_parallel.core.reports.log_records import RecordRings
 
 _NBYTES = 1 << 16
 _PIPE_NBYTES = 1 << 20  # at most; workers wait when a pipe is full

@@ -37,8 +37,8 @@ from typing import NamedTuple, NoReturn
 from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.memory import Semaphore, mapped
 from marl_parallel.backends.stacks import answer_requests, report_exits, report_to
-from marl_parallel.core import preloading
-from marl_parallel.core.loading import Loading
+from marl_parallel.core.worker import preloading
+from marl_parallel.core.worker.loading import Loading
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
@@ -49,7 +49,7 @@ _MOST_FDS = 16  # in one request
 _REPORTED = 0  # the exit code of a keeper that has reported how its worker died
 
 
-class Reply(IntEnum):
+class ServerReply(IntEnum):
     """What server and keepers report, with the request's number and a result."""
 
     LAUNCHED = 1  # result: the worker's process id
@@ -59,11 +59,11 @@ class Reply(IntEnum):
 
 REPLY = struct.Struct("3q")
 REQUEST = struct.Struct("2q")
-"""The numbers of a request and of its worker, sent with descriptors: the pickled `Setting`, the crash file, the
+"""The numbers of a request and of its worker, sent with descriptors: the pickled `InheritedState`, the crash file, the
 connection of `CrashFile.ask`, the resource tracker, stdout, stderr, the worker's."""
 
 
-class Setting(NamedTuple):
+class InheritedState(NamedTuple):
     """The state that a worker takes over from its parent when it starts."""
 
     worker: int
@@ -174,15 +174,15 @@ class Server:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except OSError as error:
-            self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
+            self.reply(ServerReply.FAILED, request, error.errno or errno.EPERM)
         finally:
             for fd in fds:
                 os.close(fd)
         return True
 
-    def reply(self, kind: Reply, request: int, result: int) -> None:
+    def reply(self, kind: ServerReply, request: int, result: int) -> None:
         self.socket.send(REPLY.pack(kind, request, result))
-        if kind is Reply.DIED:
+        if kind is ServerReply.DIED:
             self.wake.post()
 
     def reap_keepers(self) -> None:
@@ -194,7 +194,7 @@ class Server:
                 if request is not None and killed and self.socket.fileno() >= 0:
                     # The kernel kills its worker, whose processes become children of this one.
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.__contains__)
-                    self.reply(Reply.DIED, request, -signal.SIGKILL)
+                    self.reply(ServerReply.DIED, request, -signal.SIGKILL)
 
     def keep(self, request: int, index: int, fds: Sequence[int]) -> NoReturn:
         """Be a keeper: fork a worker, wait for its death, kill what it leaves behind, report."""
@@ -208,7 +208,7 @@ class Server:
                 guard, guard_end = os.pipe()
                 worker = os.fork()
             except OSError as error:
-                self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
+                self.reply(ServerReply.FAILED, request, error.errno or errno.EPERM)
                 os._exit(_REPORTED)
             if not worker:
                 try:
@@ -217,7 +217,7 @@ class Server:
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
-            self.reply(Reply.LAUNCHED, request, worker)
+            self.reply(ServerReply.LAUNCHED, request, worker)
             os.close(guard)  # first: there may be no other descriptor for the listing
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guard_end, self.socket.fileno()}:
                 with contextlib.suppress(OSError):  # the descriptor of this listing
@@ -229,7 +229,7 @@ class Server:
             # Resource trackers unlink what the dead have left behind, and end by themselves.
             descendants.kill_children(_REPORTS_WITHIN_S, spare=tracker.is_tracker)
             with contextlib.suppress(OSError):  # the parent is gone
-                self.reply(Reply.DIED, request, code)
+                self.reply(ServerReply.DIED, request, code)
             exitcode = _REPORTED
             descendants.await_children(_TRACKERS_END_WITHIN_S)
             descendants.kill_children(CLEARED_WITHIN_S - _REPORTS_WITHIN_S - _TRACKERS_END_WITHIN_S)
@@ -254,7 +254,7 @@ class Server:
         become_worker(file, worker_fds, (crash, asks), self.parent, [self.guard, self.own_guard, guard])
 
 
-def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int, noted_file: int) -> None:
+def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int, findings_file: int) -> None:
     """Import modules; workers, which are forked from this process, report what fails."""
     parent_gone = _arm(os.dup(guard))  # until this process watches the parent itself
     os.write(stack_file, bytes([signal.SIGABRT]))  # other signals are blocked; see `CrashFile`
@@ -265,8 +265,8 @@ def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int
     status.enter(0, Activity.CONSTRUCTOR)
     with contextlib.suppress(preloading.PreloadFailed), Loading(status).watching():
         preloading.import_modules(names, forks=True)
-    with open(noted_file, "wb") as file:
-        pickle.dump(preloading.noted(), file)
+    with open(findings_file, "wb") as file:
+        pickle.dump(preloading.findings(), file)
     status.enter(0, Activity.START)
     faulthandler.disable()
     os._exit = exit_now
@@ -283,8 +283,8 @@ def become_worker(
 ) -> NoReturn:
     """Turn the process just started into a worker, run its main function with `fds`, exit.
 
-    The `Setting` is in `file`; `crash_file` has the descriptors of file and connection of a `CrashFile`. The worker is
-    killed when the last write end of one of the pipes `guards` is closed.
+    The `InheritedState` is in `file`; `crash_file` has the descriptors of file and connection of a `CrashFile`. The
+    worker is killed when the last write end of one of the pipes `guards` is closed.
     """
     exitcode = 1
     try:
@@ -297,7 +297,7 @@ def become_worker(
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with open(file, "rb") as setting_file:
-            setting: Setting = pickle.load(setting_file)
+            setting: InheritedState = pickle.load(setting_file)
         interpreter.show_name(*interpreter.worker_name(setting.worker, setting.share))
         os.chdir(setting.cwd)
         sys.path[:] = setting.path

@@ -35,14 +35,14 @@ from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.memory import Block, mapped
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.backends.worker_processes import Handle, Link, Output, WorkerProcesses
-from marl_parallel.core import reports
-from marl_parallel.core.advice import name_limit, naming_limits, summary
-from marl_parallel.core.loading import cpu_seconds, is_past
-from marl_parallel.core.log_records import Forwarding, RecordSender
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.script_names import open_script_of_worker
-from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.objects.script_names import open_script_of_worker
+from marl_parallel.core.objects.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.advice import name_limit, naming_limits, summary
+from marl_parallel.core.reports.log_records import Forwarding, RecordSender
+from marl_parallel.core.worker.loading import cpu_seconds, is_past
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
 

@@ -21,11 +21,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard
 from marl_parallel.backends.relay import Relay
-from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, Capabilities, most_workers
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.log_records import Forwarding, RecordRings
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.log_records import Forwarding, RecordRings
 from marl_parallel.core.worker_status import WorkerStatus
 
 UNKNOWN = Lost(None, "")

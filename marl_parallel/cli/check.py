@@ -74,17 +74,17 @@ from marl_parallel.cli.check_texts import (
     make_finding,
 )
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
-from marl_parallel.core import generators
-from marl_parallel.core.advice import FLAGS, is_of_flags
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.constructors import construct_one
-from marl_parallel.core.episode import Episode, is_over
-from marl_parallel.core.forks import end_forked_copy
-from marl_parallel.core.loading import imported_for_long
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place
+from marl_parallel.core.reports.advice import FLAGS, is_of_flags
+from marl_parallel.core.reports.reports import code_line, first_line, is_of_a_library, manner_of_death
 from marl_parallel.core.spaces import Mismatch
 from marl_parallel.core.transition import ALL, Transition
+from marl_parallel.core.worker import generators
+from marl_parallel.core.worker.constructors import construct_one
+from marl_parallel.core.worker.env_runner import EnvRunner, is_over
+from marl_parallel.core.worker.forks import end_forked_copy
+from marl_parallel.core.worker.loading import imported_for_long
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import START_TIMEOUT_S
@@ -198,7 +198,7 @@ def run_probes(
 
 def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job, defined: Mapping[str, str]) -> Finding:
     """The finding that a worker has crashed or hung in a call of the simulator, whose methods are `defined` there."""
-    where = place(error.stack)
+    where = code_line(error.stack)
     if isinstance(error, WorkerTimeout):
         what = f"did not finish within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
         advice = "if it needs longer, raise --timeout; else fix what hangs there"
@@ -278,7 +278,7 @@ class Probe:
         return result, doing
 
     def define(self, name: str, functions: Iterable[Any]) -> None:
-        """Note the line where a method of the simulator, or its constructor, begins."""
+        """Add the line where a method of the simulator, or its constructor, begins."""
         if line := line_of(functions):
             self.defined[name] = line
             self.result.facts["defined"] = {**self.defined}
@@ -304,7 +304,7 @@ class Probe:
             # The package raises it because of what the simulator returned; or Python, because of how it was called.
             is_call = isinstance(error, AdapterMismatch) and error.__cause__ is not None
             of_results = isinstance(error, AdapterMismatch | Mismatch) and not is_call
-            if of_results or (isinstance(error, TypeError) and not _place_of(error)):
+            if of_results or (isinstance(error, TypeError) and not _code_line_of(error)):
                 to_do = f"let {doing} return that" if of_results else f"let {doing} take what it is called with"
                 question, what, where = Question.API, str(error), _method(doing, self.defined)
             else:
@@ -328,8 +328,8 @@ class Probe:
     def check_exception(self, error: BaseException) -> None:
         if (reason := pickling_error(error)) is not None:
             finding = make_finding("unpicklable exception", name=type(error).__name__, reason=reason)
-            place = _place_of(error)
-            self.add(finding._replace(where=place and f"raised at {place}"), finding.what)
+            line = _code_line_of(error)
+            self.add(finding._replace(where=line and f"raised at {line}"), finding.what)
 
 
 def line_of(functions: Iterable[Any]) -> str:
@@ -354,19 +354,19 @@ def _method(name: str, defined: Mapping[str, str]) -> str:
     return f"{name}, {defined[name]}" if name in defined else ""
 
 
-def _place_of(error: BaseException) -> str:
-    return place("".join(traceback.format_exception(error)))
+def _code_line_of(error: BaseException) -> str:
+    return code_line("".join(traceback.format_exception(error)))
 
 
 def _raises(doing: str, error: BaseException) -> str:
-    where = _place_of(error)
+    where = _code_line_of(error)
     return f"{doing} raises{f', at {where}' if where else ''}: {in_brief(error)}"
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-class Actor(ActionSampler):
+class RandomActions(ActionSampler):
     """Draws the actions of one environment, by its action masks; the same seed draws the same actions."""
 
     def __call__(self, acting: Sequence[AgentID], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> Any:
@@ -378,10 +378,10 @@ class Actor(ActionSampler):
 
 
 class Solo:
-    """One environment by itself: an adapted simulator and its `Episode`, as in a worker, without the transport.
+    """One environment by itself: an adapted simulator and its `EnvRunner`, as in a worker, without the transport.
 
-    `Episode`, which decides who acts and when an episode is over, calls this in place of the adapter, so that each call
-    is timed, and its results are passed to `inspect` before anything is added to them.
+    `EnvRunner`, which decides who acts and when an episode is over, calls this in place of the adapter, so that each
+    call is timed, and its results are passed to `inspect` before anything is added to them.
     """
 
     inspect: Callable[[Sequence[dict[Any, Any]]], None] | None = None
@@ -389,7 +389,7 @@ class Solo:
     def __init__(self, env: MultiAgentEnv) -> None:
         self.env, as_env = env, cast(MultiAgentEnv, self)
         self.seconds: dict[str, list[float]] = {"reset": [], "step": []}  # of each call
-        self.episode = Episode(as_env, 0, AutoresetMode.DISABLED, WorkerStatus(bytearray(WorkerStatus.NBYTES)))
+        self.runner = EnvRunner(as_env, 0, AutoresetMode.DISABLED, WorkerStatus(bytearray(WorkerStatus.NBYTES)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.env, name)
@@ -408,7 +408,7 @@ class Solo:
 
     def begin(self, seed: int | None = None) -> Transition:
         """Begin an episode, with the seed if the simulator takes one."""
-        return self.episode.reset({"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {})
+        return self.runner.reset({"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {})
 
 
 def _with_masks(infos: Mapping[Any, Any], masks: Mapping[AgentID, Any]) -> dict[Any, Any]:
@@ -419,11 +419,11 @@ def _with_masks(infos: Mapping[Any, Any], masks: Mapping[AgentID, Any]) -> dict[
 
 def _run_alone(probe: Probe, solo: Solo, seed: int | None, steps: int, seconds: float) -> Steps:
     """Step an environment from a reset with this seed; returns its trace."""
-    seeds, actor = itertools.chain([seed], itertools.repeat(None)), Actor(solo.env.action_spaces, seed or SEED)
+    seeds, actor = itertools.chain([seed], itertools.repeat(None)), RandomActions(solo.env.action_spaces, seed or SEED)
     (trace,) = yield from _run(
         probe.calling,
         lambda _: [solo.begin(next(seeds))],
-        lambda actions: [solo.episode.step(*actions)],
+        lambda actions: [solo.runner.step(*actions)],
         [actor],
         solo.env.observation_spaces,
         steps,
@@ -433,7 +433,13 @@ def _run_alone(probe: Probe, solo: Solo, seed: int | None, steps: int, seconds: 
 
 
 def _run(
-    calling: Calling, begin: Any, act: Any, actors: Sequence[Actor], space_of: Spaces, steps: int, seconds: float
+    calling: Calling,
+    begin: Any,
+    act: Any,
+    actors: Sequence[RandomActions],
+    space_of: Spaces,
+    steps: int,
+    seconds: float,
 ) -> Steps:
     """Step environments until there are so many steps or seconds, but at least once; returns the trace of each.
 
@@ -503,7 +509,7 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
 
     def inspect(dicts: Sequence[dict[Any, Any]]) -> None:
         step = len(solo.seconds["step"])
-        traits.note(env, dicts)
+        traits.add(env, dicts)
         for one in findings_in(env, dicts, types):
             what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
             where = _method("step" if step else "reset", probe.defined)
@@ -582,14 +588,14 @@ def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps
 def _measure_cost(probe: Probe, solo: Solo) -> Steps:
     """Time steps and resets, many of them in each call of the worker."""
     solo.seconds = {"step": [], "reset": []}
-    actor, now = Actor(solo.env.action_spaces, SEED), (yield from probe.calling("reset", solo.begin))
+    actor, now = RandomActions(solo.env.action_spaces, SEED), (yield from probe.calling("reset", solo.begin))
     deadline = time.perf_counter() + probe.job.seconds
 
     def stretch() -> None:
         nonlocal now
         pause = min(time.perf_counter() + _STRETCH_S, deadline)
         while True:
-            now = solo.begin() if is_over(now) else solo.episode.step(actor(now.acting, now.observations, now.infos))
+            now = solo.begin() if is_over(now) else solo.runner.step(actor(now.acting, now.observations, now.infos))
             if time.perf_counter() > pause:
                 return
 
@@ -619,8 +625,8 @@ def _check_two_in_one_process(probe: Probe, first: Solo, constructor: Constructo
         for solo in both:
             started.append((yield from calling("reset", functools.partial(solo.begin, SEED))))
         for solo, now in zip(both, started):
-            actions = Actor(solo.env.action_spaces, SEED)(now.acting, now.observations, now.infos)
-            yield from calling("step", functools.partial(solo.episode.step, actions))
+            actions = RandomActions(solo.env.action_spaces, SEED)(now.acting, now.observations, now.infos)
+            yield from calling("step", functools.partial(solo.runner.step, actions))
         yield from calling("close", both[1].env.close)
     except (Exception, SystemExit) as error:
         probe.find("not alone", what=_raises(doing, error))
@@ -727,7 +733,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
-            actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
+            actors = [RandomActions(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
             space_of: Spaces = env.observation_space or {}
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
             probe.result.traces |= dict(enumerate(traces))

@@ -21,8 +21,8 @@ from marl_parallel.action_masks import KEY, allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.cli.check_texts import PROBLEM, REMARK, Finding, Question, Severity, Trace, make_finding
 from marl_parallel.cli.target import in_brief
-from marl_parallel.core.advice import OF_KINDS
-from marl_parallel.core.pickling import dumps, loads, where_unpicklable
+from marl_parallel.core.objects.pickling import dumps, loads, where_unpicklable
+from marl_parallel.core.reports.advice import OF_KINDS
 from marl_parallel.core.spaces import (
     ARRAY_SPACES,
     Mismatch,
@@ -53,8 +53,8 @@ class Traits:
     _ended: set[Any] = field(default_factory=set)
     _latest: set[Any] = field(default_factory=set)  # observed in the step before
 
-    def note(self, env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]]) -> None:
-        """Note the two dicts of a reset or the five of a step."""
+    def add(self, env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]]) -> None:
+        """Add the traits seen in the two dicts of a reset or the five of a step."""
         observations, *results, infos = dicts
         if not results:
             self._agents, self._ended = {*observations}, set()
@@ -73,9 +73,9 @@ class Traits:
             str(agent) for agent in observations if mask_of(observations[agent], infos.get(agent)) is not None
         }
         self.takes_turns |= env.turn() is not None
-        self._note_lists(env, observations, results[0] if results else {}, infos)
+        self._add_lists(env, observations, results[0] if results else {}, infos)
 
-    def _note_lists(
+    def _add_lists(
         self, env: MultiAgentEnv, observations: Mapping[Any, Any], rewards: Mapping[Any, Any], infos: Mapping[Any, Any]
     ) -> None:
         found: list[tuple[str, Iterator[str]]] = []

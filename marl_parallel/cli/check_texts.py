@@ -303,7 +303,7 @@ def few(agents: Sequence[str]) -> str:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """Describe the facts that `Traits` has noted, and the state."""
+    """Describe the facts that `Traits` has found, and the state."""
 
     def which(text: str, agents: Sequence[str]) -> str:
         return f"{text} ({few(agents)})" if agents else f"no {text}"

@@ -37,8 +37,8 @@ from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, PettingZ
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.transition import ALL
+from marl_parallel.core.worker.constructors import construct_one
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 

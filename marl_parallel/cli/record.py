@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from marl_parallel.cli.target import CommandError, constructor_of
-from marl_parallel.core.block_transitions import DictPerEnv
+from marl_parallel.core.block.block_transitions import DictPerEnv
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
 from marl_parallel.types import Seed
@@ -51,11 +51,11 @@ def record(
                 raise CommandError(str(error), "name a policy with --policy") from error
         done = itertools.count(1)
 
-        def noted(observations: DictPerEnv) -> Sequence[Mapping[Any, Any]]:
+        def next_actions(observations: DictPerEnv) -> Sequence[Mapping[Any, Any]]:
             on_turn(f"step {next(done)} of {steps}")
             return env.sample_actions() if act is None else act(observations)
 
-        record_video(env, path, steps, noted, **options)
+        record_video(env, path, steps, next_actions, **options)
 
 
 def num_turns(steps: int) -> int:

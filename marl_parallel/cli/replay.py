@@ -1,6 +1,6 @@
-"""`marl-parallel replay`: repeat the failure in a file of `core/replay_file.py`, with one environment in this process.
+"""`marl-parallel replay`: repeat the failure in a file (`core/pool/replay_file.py`), with one environment here.
 
-The environment is constructed, reset and stepped as in its worker: by `Episode`, whose transitions are written into a
+The environment is constructed, reset and stepped as in its worker: by `EnvRunner`, whose transitions are written into a
 record and pickled, since that may be what failed. A failure that ended a worker process would also end this one
 before it reports anything. Such a replay runs in a child process, unless a debugger is used.
 """
@@ -28,17 +28,17 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
 from marl_parallel.cli.output import say_next
 from marl_parallel.cli.target import CommandError, in_brief, short_errors
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.constructors import call_constructor
-from marl_parallel.core.episode import Episode, derived_seed
-from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import TransitionRecords, dump_leftovers
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.pickling import install_registrations, loads
-from marl_parallel.core.records import TransitionRecords, dump_leftovers
-from marl_parallel.core.replay_file import BadReplay, Crash, read_crash_and_owner
-from marl_parallel.core.reports import escaped, manner_of_death
-from marl_parallel.core.script_generators import Source, receive_copies
+from marl_parallel.core.objects.pickling import install_registrations, loads
+from marl_parallel.core.objects.script_generators import SeedSource, receive_copies
+from marl_parallel.core.pool.replay_file import BadReplay, Crash, read_crash_and_owner
+from marl_parallel.core.reports.reports import escaped, manner_of_death
 from marl_parallel.core.transition import Transition
+from marl_parallel.core.worker.constructors import call_constructor
+from marl_parallel.core.worker.env_runner import EnvRunner, derived_seed
+from marl_parallel.core.worker.generators import GeneratorStates, seed_generators, seeding_new_torch
 from marl_parallel.core.worker_status import WorkerStatus
 
 _NOT_BEGUN, _ENDED = -1, -2  # in place of the step that runs; after the last one, `_ENDED` minus the outcome
@@ -211,7 +211,7 @@ class _Run:
     def outcome(self) -> Outcome:
         crash = self.crash
         try:
-            episode, actions, options, transitions = self._made()
+            runner, actions, options, transitions = self._made()
         except CommandError:
             raise
         except KeyboardInterrupt:
@@ -221,7 +221,7 @@ class _Run:
             self._show(error)
             raise CommandError(f"the environment cannot be constructed here: {in_brief(error)}", _HINT) from error
         try:
-            ended = self._play(episode, actions, options, transitions)
+            ended = self._play(runner, actions, options, transitions)
         except bdb.BdbQuit:
             stopped = f"stopped in the debugger, in {_at(self.step)}"
             return _conclude(stopped, Outcome.DIFFERENT, "run this command again to look at another step, with --until")
@@ -250,7 +250,7 @@ class _Run:
     def end(self, outcome: Outcome) -> None:
         """Close the environment; a failure here, or when this process exits, does not change the outcome."""
         sys.stdout.flush()  # the simulator may end this process
-        self._note(_ENDED - outcome)
+        self._report_step(_ENDED - outcome)
 
         def late() -> Outcome:
             what = "close() or the exit of this process did not finish"
@@ -270,12 +270,12 @@ class _Run:
         time.sleep(timeout)
         self._end_now(late)
 
-    def _note(self, step: int) -> None:
-        """Note the step that runs for the process that waits for this one, if there is one."""
+    def _report_step(self, step: int) -> None:
+        """Report the step that runs, or the outcome, to the process that waits for this one, if there is one."""
         if self._progress is not None:
             self._progress.value = step
 
-    def _made(self) -> tuple[Episode, list[dict[Any, Any]], Any, TransitionRecords]:
+    def _made(self) -> tuple[EnvRunner, list[dict[Any, Any]], Any, TransitionRecords]:
         """The environment, and what is unpickled from the file, as `Worker` does it."""
         crash = self.crash
         sys.path += [folder for folder in (crash.folder, *crash.sys_path) if folder not in sys.path]
@@ -285,17 +285,17 @@ class _Run:
         status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
         mode = AutoresetMode[crash.mode]
         generators = self._generators if crash.isolate_rng or self._generators.copies else None
-        episode = Episode(env, crash.env_id, mode, status, seeding, generators=generators)
+        runner = EnvRunner(env, crash.env_id, mode, status, seeding, generators=generators)
         layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
         block = bytearray(layout.nbytes)
         layout.bind(block)
-        return episode, actions, options, TransitionRecords(layout, block)
+        return runner, actions, options, TransitionRecords(layout, block)
 
     def _constructed(self, crash: Crash) -> tuple[MultiAgentEnv, list[dict[Any, Any]], Any]:
         """The environment, the actions and the options of the reset."""
         seed_generators(crash.constructor_seed)
         receive_copies(self._generators.copies)
-        self._generators.begin(crash.env_id, Source(crash.constructor_seed, crash.env_id, crash.restarts, 0))
+        self._generators.begin(crash.env_id, SeedSource(crash.constructor_seed, crash.env_id, crash.restarts, 0))
         try:
             install_registrations(crash.registrations)
             constructor, adapter = loads(crash.constructor), loads(crash.adapter)
@@ -316,22 +316,22 @@ class _Run:
         return self._env, actions, options
 
     def _play(
-        self, episode: Episode, actions: list[dict[Any, Any]], options: Any, transitions: TransitionRecords
+        self, runner: EnvRunner, actions: list[dict[Any, Any]], options: Any, transitions: TransitionRecords
     ) -> bool:
         """Reset and step the environment, and repeat what followed the last step if that failed.
 
         Returns False if it stopped before the end.
         """
-        crash, env = self.crash, episode.env
+        crash, env = self.crash, runner.env
         keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}
         if crash.seeds_generators and not crash.number:
             self._generators.seed(crash.seed)
         if options is not None:
             keywords["options"] = options
-        accepted = env.reset_keywords | (frozenset() if episode.generators is None else {"seed"})
+        accepted = env.reset_keywords | (frozenset() if runner.generators is None else {"seed"})
         keywords = {name: value for name, value in keywords.items() if name in accepted}
-        calls: list[tuple[Callable[[Any], Transition], Any]] = [(episode.reset, keywords)]
-        calls += [(episode.step, of_step) for of_step in actions]
+        calls: list[tuple[Callable[[Any], Transition], Any]] = [(runner.reset, keywords)]
+        calls += [(runner.step, of_step) for of_step in actions]
         for step, (call, argument) in enumerate(calls):
             if step == self.until and not self.debugger:
                 self.step = step - 1
@@ -346,8 +346,8 @@ class _Run:
                     transition = call(argument)
                 if crash.method == "state" and step == crash.step:
                     env.state()
-                if episode.ended_for_now:
-                    transition = episode.begin_next(transition)
+                if runner.ended_for_now:
+                    transition = runner.begin_next(transition)
                 leftovers = transitions.write(0, transition)
                 if leftovers is not None:
                     loads(dump_leftovers(leftovers))
@@ -361,7 +361,7 @@ class _Run:
     def _announce(self, step: int) -> None:
         """Print which step comes next: the last line that a crash leaves."""
         self.step = step
-        self._note(step)
+        self._report_step(step)
         if step == self.crash.step:
             self._end_line()
             failed = "" if self.crash.method in ("render", "call", "state") else ", in which it failed"
@@ -412,7 +412,7 @@ class _Run:
         outcome = late()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._note(_ENDED - outcome)
+        self._report_step(_ENDED - outcome)
         os._exit(outcome)
 
 

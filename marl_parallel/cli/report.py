@@ -351,9 +351,9 @@ def draw(panel: Axes, measurements: Sequence[Measurement], cpus: int) -> None:
     width = 0.8 / max(len({m.kind for m in others}), 2)
     for position, count in enumerate(counts):
         group = [m for m in others if m.workers == count]
-        for place, one in enumerate(group):
+        for index, one in enumerate(group):
             bar = panel.bar(
-                position + (place - (len(group) - 1) / 2) * width,
+                position + (index - (len(group) - 1) / 2) * width,
                 one.steps_per_second,
                 0.92 * width,
                 yerr=one.spread * one.steps_per_second,

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
 from marl_parallel.core.worker_status import WorkerStatus
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core.generators import Origin
-from marl_parallel.core.script_generators import Originals
+from marl_parallel.core.objects.script_generators import Originals
+from marl_parallel.core.worker.generators import Origin
 from marl_parallel.core.worker_status import Activity
 
 
@@ -21,7 +21,7 @@ class Message(Enum):
     """The kinds of messages: requests, and the two kinds of answers."""
 
     ACCESS = 1  # construct the environments, and describe them
-    ATTACH = 2  # lay out the block, a `Block`
+    ATTACH = 2  # lay out the block, a `BlockSettings`
     SEED = 3  # return the seeds that the environments use
     RESET = 4  # begin new episodes
     STEP = 5  # read the actions in the block, step, and do the automatic resets of the mode
@@ -137,7 +137,7 @@ class Pickled(NamedTuple):
     """A value that was pickled by value, without its large arrays: see `array_file.py`."""
 
     pickled: bytes
-    spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file of `Backend.array_file`
+    spans: Sequence[tuple[int, int]] = ()  # offsets and sizes of its arrays in the file of `Backend.array_file`
     shared: Any = None  # a constructor's objects of multiprocessing: see `sharing.py`
 
 
@@ -165,7 +165,7 @@ class Construction(NamedTuple):
     preload: Sequence[str] = ()  # modules that each worker process imports before its first constructor
 
 
-class Block(NamedTuple):
+class BlockSettings(NamedTuple):
     """The payload of `ATTACH`: how the block is laid out, and what is written there."""
 
     num_records: int  # the number of environments
@@ -205,7 +205,7 @@ class Construct(NamedTuple):
     """The payload of `CONSTRUCT`, by environment; the result is a `Refusal` if the spaces differ."""
 
     construction: Construction  # for this environment
-    block: Block  # for a new worker
+    block: BlockSettings  # for a new worker
     begins: Begins
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if any; its seed is not used again
     outputs: Outputs = Outputs()  # the last payload of `OUTPUTS`

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters.protocol import AgentID, GroupSpaces, InvalidAgents, Schema
-from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, loads
+from marl_parallel.core.objects.pickling import ByValuePickler, dumps_by_value, loads
 
 
 class Common(NamedTuple):
@@ -78,7 +78,7 @@ def common_schema(described: Sequence[Schema]) -> Common:
                 "environments that have it"
             )
         common = _with_agents_of(common, other)
-    position = {agent: place for place, agent in enumerate(common.possible_agents)}
+    position = {agent: index for index, agent in enumerate(common.possible_agents)}
     positions = {
         env_id: [position[agent] for agent in one.possible_agents]
         for env_id, one in enumerate(described)
@@ -134,7 +134,7 @@ def difference(first: Schema, other: Schema, positions: Sequence[int] | None = N
 
 
 def _difference_in_kind(first: Schema, other: Schema) -> str | None:
-    """As `difference`: in what simulators expect, and in whether agents are known beforehand."""
+    """The first difference in what simulators expect, or in whether agents are known beforehand; None without one."""
     if other.rules is not first.rules:
         return _against("rules", other.rules.value, first.rules.value)
     for name in ("seeded_when_made", "options_last", "needs_all_actions"):
@@ -147,7 +147,7 @@ def _difference_in_kind(first: Schema, other: Schema) -> str | None:
 
 
 def _difference_in_state(first: Schema, other: Schema) -> str | None:
-    """As `difference`: in global states, except their bounds."""
+    """The difference in global states, except their bounds; None without one."""
     one, another = first.state_space, other.state_space
     if one is not another and (one is None or another is None or union(one, another) is None):
         return _against("the state space", another, one)
@@ -157,7 +157,7 @@ def _difference_in_state(first: Schema, other: Schema) -> str | None:
 
 
 def _difference_in_spaces(first: Schema, other: Schema) -> str | None:
-    """As `difference`: in the spaces of agents that both have."""
+    """The first difference in the spaces of agents that both have; None without one."""
     of_one = {*first.possible_agents} ^ {*other.possible_agents}
     for kind in ("observation", "action", "reward", "mask"):
         ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
@@ -306,7 +306,7 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
 
 
 def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool = False) -> bool:
-    """Like `ours == theirs`, but fast for large boxes that are bitwise equal.
+    """Whether two spaces are equal; fast for large boxes that are bitwise equal.
 
     With `classes`, all parts must have the same classes, too: values of a derived class may travel in another way.
     """

@@ -20,12 +20,12 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.core import reports
+from marl_parallel.core.block.records import Columns
+from marl_parallel.core.block.statistics import EpisodeStatistics
 from marl_parallel.core.exclusive import CALL, CallGuard
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.slots import Results
-from marl_parallel.core.records import Columns
-from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.core.reports import reports
 from marl_parallel.core.view import View
 from marl_parallel.types import EnvError, Stats
 
@@ -135,7 +135,7 @@ class Source(ABC):
             text = f"the environments have been closed{self.closed_by}; make a new ParallelEnv"
             raise ClosedEnvironmentError(error or text)
 
-    def note_cause(self, error: BaseException) -> None:
+    def record_cause(self, error: BaseException) -> None:
         """Have `check_open` say that this error has closed everything; call it before `close`."""
         if self.closed:
             return
@@ -147,7 +147,7 @@ class Source(ABC):
             name = type(error).__name__
             self.closed_by = f" by an error{during} ({name}: {first_line})" if first_line else f" by {name}{during}"
 
-    def note_fork(self) -> None:
+    def mark_forked(self) -> None:
         """Have `check_open` say that this process is a forked child; call it in `abandon`."""
         self._closing.clear()  # that thread does not exist here
         if not self.closed:

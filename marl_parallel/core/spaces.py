@@ -52,7 +52,7 @@ _REPR.maxother = 200
 def tree_map(
     function: Callable[..., Any], tree: Any, *others: Any, form: Callable[[Any, Iterable[Any]], None] | None = None
 ) -> Any:
-    """Apply a function to the leaves of a tree, or of a space, and to the parts of other trees in the same places.
+    """Apply a function to the leaves of a tree, or of a space, and to the parts of other trees at the same paths.
 
     Args:
         function: Takes one leaf of each tree.

@@ -1,6 +1,6 @@
 """A transition: the dicts of one step of one environment, with copies and checks of them.
 
-`episode.py` decides what a transition means; `records.py` transports it.
+`env_runner.py` decides what a transition means; `records.py` transports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts, described
-from marl_parallel.core.pickling import dumps, in_order, loads
+from marl_parallel.core.objects.pickling import dumps, in_order, loads
 from marl_parallel.core.spaces import unreadable
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"

@@ -9,7 +9,8 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-_SKIPPED = str(Path(__file__).parents[1]) + os.sep, contextlib.__file__  # which calls decorated functions
+PACKAGE = str(Path(__file__).parents[1]) + os.sep  # the folder of this package, as its frames have it
+_SKIPPED = PACKAGE, contextlib.__file__  # which calls decorated functions
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import numpy as np
 
 from marl_parallel.core.files import replaced_file
-from marl_parallel.core.forks import end_returning_copy
+from marl_parallel.core.worker.forks import end_returning_copy
 from marl_parallel.types import StepTimes, WorkerStats
 
 
@@ -77,11 +77,11 @@ _NAMES_NBYTES = 256
 _SECONDS, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
 
-def duration_place(seconds: float) -> int:
-    """The place of a duration in the counts of `StepTimes`; compiled code computes the same."""
+def duration_index(seconds: float) -> int:
+    """The index of a duration in the counts of `StepTimes`; compiled code computes the same."""
     (bits,) = _BITS.unpack(_SECONDS.pack(seconds))
-    place = (bits >> 50) - ((1023 - 20) << 2)  # the exponent and two bits of the fraction; from 2**-20 s
-    return int(min(max(place, 0), StepTimes.SIZE - 1))
+    index = (bits >> 50) - ((1023 - 20) << 2)  # the exponent and two bits of the fraction; from 2**-20 s
+    return int(min(max(index, 0), StepTimes.SIZE - 1))
 
 
 class WorkerStatus:
@@ -115,7 +115,7 @@ class WorkerStatus:
         ints[_ENV] = self._env = env_id + 1
 
     def leave(self) -> float:
-        """Note that the simulator has returned, or raised; `end_request` writes sums and counts. Returns the time."""
+        """Record that the simulator has returned, or raised; `end_request` writes sums and counts. Returns the time."""
         now = self.clock()
         seconds = now - self._entered
         self._inside += seconds
@@ -124,7 +124,7 @@ class WorkerStatus:
         activity = ints[_ACTIVITY]
         if activity == _STEP:
             self._steps += 1
-            ints[_TIMES + duration_place(seconds)] += 1
+            ints[_TIMES + duration_index(seconds)] += 1
         elif activity == _RESET:
             self._resets += 1
         return now
@@ -445,7 +445,7 @@ class Tracer:
                 began = max(began, returned)
             simulators.clear()
 
-    def note_replaced(self, worker: int) -> None:
+    def mark_replaced(self, worker: int) -> None:
         """Mark this moment in a worker's lane."""
         self._add(worker + 1, "replaced", ph="i", s="t", ts=self._microseconds(self._clock()))
 

@@ -52,7 +52,7 @@ def task_name(name: str) -> str:
     """EnvPool's name of a task: without `ALE/`, which Gymnasium has before names of Atari games.
 
     Raises:
-        ImportError: As `library`.
+        ImportError: EnvPool cannot be imported, or its release is not supported.
         ValueError: EnvPool has no such task.
     """
     task, tasks = name.removeprefix("ALE/"), library().list_all_envs()
@@ -202,20 +202,20 @@ class EnvPool(NativeSimulator):
         env_ids, elapsed, truncated = states[at["info:env_id"]], states[at["elapsed_step"]], states[at["trunc"]]
         terminated = states[at["done"]] > truncated  # done, but not truncated
         terminations, truncations = terminated[:, None], truncated[:, None]
-        places = self._places(states) if self._players > 1 else None
+        index = self._player_index(states) if self._players > 1 else None
 
         def stacked(position: int) -> NDArray[Any]:
             """The values `(environments, players, ...)` at one position of the list."""
-            if places is None:
+            if index is None:
                 return states[position][:, None]
-            rows = states[position] if position in self._of_players else states[position][places[0]]
+            rows = states[position] if position in self._of_players else states[position][index[0]]
             values = np.zeros((len(env_ids), self._players, *rows.shape[1:]), rows.dtype)
-            values[places] = rows
+            values[index] = rows
             return values
 
-        if places is not None:
+        if index is not None:
             present = np.zeros((len(env_ids), self._players), np.bool_)
-            present[places] = True
+            present[index] = True
             self._present[env_ids] = present
             terminations, truncations = present & terminations, present & truncations
             if "info:players.done" in at:
@@ -239,7 +239,7 @@ class EnvPool(NativeSimulator):
             None if masks is None else [masks],
         )  # fmt: skip
 
-    def _places(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
+    def _player_index(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
         """For each player's row, the row of its environment and the number of its agent."""
         at, row_of = self._at, np.zeros(self.num_envs, np.intp)
         env_ids = states[at["info:env_id"]]

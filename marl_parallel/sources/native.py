@@ -28,18 +28,18 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID, check_agents
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import EVENTS, Actions, Arrays, ArrayView, of_acting
-from marl_parallel.core.info_columns import InfoArrays, InfoColumns, by_agent
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import EVENTS, Actions, Arrays, ArrayView, of_acting
+from marl_parallel.core.block.info_columns import InfoArrays, InfoColumns, by_agent
+from marl_parallel.core.block.records import Columns
+from marl_parallel.core.block.statistics import EpisodeStatistics
 from marl_parallel.core.messages import Message
-from marl_parallel.core.pickling import in_order, loads
+from marl_parallel.core.objects.pickling import in_order, loads
 from marl_parallel.core.pool.slots import Results
-from marl_parallel.core.records import Columns
-from marl_parallel.core.reports import environments
+from marl_parallel.core.reports.reports import environments
 from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Source, StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
-from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL
 from marl_parallel.core.view import check_one_for_each
 from marl_parallel.types import EnvError, Stats, WorkerStats
@@ -217,7 +217,7 @@ class SimulatorSource(Source, Transitions):
         self.statistics = EpisodeStatistics(simulator.num_envs, self.schema.possible_agents, self.mode)
         self._simulator_s = 0.0
         view = SimulatorArrays(self)
-        self._agents, self._group_of = view.agents, view.places
+        self._agents, self._group_of = view.agents, view.group_rows
         groups = alike(self.schema.action_spaces, view.agents)
         self._action_groups = [(space, [view.agents[at] for at in positions]) for space, positions in groups]
         # Where each environment stands: (num_envs, agents), "over" (num_envs,). The arrays are never written into.
@@ -228,7 +228,7 @@ class SimulatorSource(Source, Transitions):
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
         # By agent, the environments that have reported a mask, bool (num_envs,); None: those in which the agent acts.
         self._reported: dict[AgentID, NDArray[np.bool_] | None] = {}
-        self._mask_places = {
+        self._mask_columns = {
             view.agents[at]: (group, row) for group, (_, columns) in enumerate(groups) for row, at in enumerate(columns)
         }
 
@@ -350,7 +350,7 @@ class SimulatorSource(Source, Transitions):
                 failed = EnvError(text, env_ids=env_ids, worker=0, **attributes)
             try:
                 if message is not Message.RENDER:
-                    self.note_cause(failed)
+                    self.record_cause(failed)
                     self.close()
                 if failed is error:
                     raise
@@ -441,7 +441,7 @@ class SimulatorSource(Source, Transitions):
         for env_id in env_ids:
             self._has_reset[env_id] = True
 
-    def note_received(self, received: Received) -> bool:
+    def update_marks(self, received: Received) -> bool:
         """Update `marks` by these transitions; returns whether they are of all environments, in order."""
         ids, old = received.env_ids, self.marks
         over = received.terminated | received.truncated
@@ -478,10 +478,10 @@ class SimulatorSource(Source, Transitions):
         """Copy the action masks: the received arrays belong to the caller."""
         for position, (agent, (group, row)) in enumerate(self._group_of.items()):
             observed = received.observations[group]
-            of_choices, place = self._mask_places[agent]
+            of_choices, column = self._mask_columns[agent]
             reported: Any = True if received.present is None else received.present[:, position]
             if received.action_masks is not None and (allowed := received.action_masks[of_choices]) is not None:
-                masks, reported = allowed[:, place], None
+                masks, reported = allowed[:, column], None
             elif ACTION_MASK in (infos := received.info_arrays.of_agent(position)):
                 masks = infos[ACTION_MASK]
                 reported = reported if received.informed is None else reported & received.informed
@@ -555,7 +555,7 @@ class SimulatorSource(Source, Transitions):
         ]
 
     def read(self, env_ids: Sequence[int], received: Received, last: Any = None, /) -> Columns:
-        self.note_received(received)
+        self.update_marks(received)
         observations = [stacking.column(received.observations[group], row) for group, row in self._group_of.values()]
         columns = observations, received.rewards.T, received.terminations.T, received.truncations.T
         size, present = len(received.env_ids), received.present
@@ -583,7 +583,7 @@ class SimulatorSource(Source, Transitions):
             raise
 
     def abandon(self) -> None:
-        self.note_fork()
+        self.mark_forked()
         self.closed = self.freed = True
         self._simulator.abandon()
 
@@ -656,7 +656,7 @@ class SimulatorArrays(ArrayView):
     def read(self, env_ids: Sequence[int], received: Received, last: Arrays | None = None, /) -> Arrays:
         if last is not None:
             return self._read_some(received, last)
-        if not self._pool.note_received(received):
+        if not self._pool.update_marks(received):
             received = received.at(np.argsort(received.env_ids))
         arrays = self._arrays(received)
         if self._target is not None:
@@ -671,7 +671,7 @@ class SimulatorArrays(ArrayView):
         return self._latest  # includes what the caller has written into it since: a copy in each step would take time
 
     def _read_some(self, received: Received, last: Arrays) -> Arrays:
-        self._pool.note_received(received)
+        self._pool.update_marks(received)
         new = self._arrays(received)
         events: dict[str, Any] = {name: getattr(new, name)[received.env_ids] for name in EVENTS}
         new = new._replace(**events)
@@ -683,7 +683,7 @@ class SimulatorArrays(ArrayView):
         self._latest = arrays = self._with_finals(new._replace(**placed, shared_flags=False))
         return arrays
 
-    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+    def record_dicts(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         pass  # environments that reset by themselves are never stepped one at a time
 
     def _arrays(self, received: Received) -> Arrays:

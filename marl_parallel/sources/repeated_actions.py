@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from marl_parallel.core import stacking
+from marl_parallel.core.block import stacking
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import Schema
 from marl_parallel.arguments import checked_ids, checked_timeout
-from marl_parallel.core.array_view import ArrayView
-from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.block.array_view import ArrayView
+from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.exclusive import CALL, exclusive
 from marl_parallel.core.messages import Message
 from marl_parallel.core.source import Source, Transitions
@@ -104,17 +104,17 @@ class Batch:
 
     @exclusive("write_states")
     def write_states(self) -> None:
-        """As `WorkerOutputs.write_states`."""
+        """Have each reset and step write the global states, for `states_seen`, from now on."""
         self.check_idle("write_states")
         self.outputs.write_states()
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """As `WorkerOutputs.states_seen`."""
+        """After `write_states`: the current states, and the last states of finished episodes."""
         return self.outputs.states_seen()
 
     @exclusive("rollout_buffer")
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
-        """As `WorkerOutputs.rollout_buffer`."""
+        """Make workers write observations of `num_times` time steps into a new buffer; None if they cannot."""
         self.check_idle("rollout_buffer")
         return self.outputs.rollout_buffer(num_times, more)
 
@@ -156,8 +156,8 @@ class Batch:
             if never:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
 
-    def note_rebuilt(self) -> None:
-        """Note that environments have been constructed again, which must be reset now."""
+    def recheck_resets(self) -> None:
+        """Make `check_has_reset` look at each environment again: some are new, and must be reset."""
         self.all_have_reset = False
 
     def begin_call(self, message: Message, env_ids: tuple[int, ...], payload: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from marl_parallel.core.advice import summary
 from marl_parallel.core.messages import Answer, Message, Refusal
-from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
+from marl_parallel.core.objects.pickling import add_missing_modules, dumps_for_workers, loads
+from marl_parallel.core.reports.advice import summary
 from marl_parallel.stepper.batch import Batch
 
 _IN_PLACE_OF_CALL = {"reset": "reset(env_ids=[...])", "step": "step(actions, env_ids=[...])", "close": "close()"}

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import Schema
-from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.messages import Message, Outputs
 from marl_parallel.stepper.workers import Workers
 
@@ -70,4 +70,4 @@ class WorkerOutputs:
     def _have_written(self, workers: Workers, outputs: Outputs) -> None:
         self._outputs = workers.rebuilds.outputs = outputs
         workers.pool.execute_in_each_worker(Message.OUTPUTS, outputs)
-        workers.pool.in_call("", workers.pool.note_outdated, workers.transitions.env_ids)
+        workers.pool.in_call("", workers.pool.announce_outdated, workers.transitions.env_ids)

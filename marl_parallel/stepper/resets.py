@@ -16,9 +16,9 @@ from marl_parallel.arguments import (
     pool_seeds,
     seeds_of,
 )
-from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message
-from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers
+from marl_parallel.core.objects.pickling import add_missing_modules, dumps_for_workers
+from marl_parallel.core.pool.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.pool.saved_states import EnvState
 from marl_parallel.core.pool.slots import Snapshot
 from marl_parallel.core.source import Source, Transitions
@@ -71,7 +71,7 @@ class ResetArguments:
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds: list[int | None] = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
-        self._default_seed, self._default_seed_noted = default_seed, False
+        self._default_seed, self._default_seed_checked = default_seed, False
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
         if seed_check is not None and seed_check.first_warning is not None:
             warn(seed_check.first_warning, UserWarning)
@@ -99,7 +99,7 @@ class ResetArguments:
             )
 
     def keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> Any:
-        """The pickled keywords of each environment's reset, by env id; for native simulators, seeds. Notes seeds."""
+        """The pickled keywords of each environment's reset, by env id; for native simulators, seeds. Saves seeds."""
         self._check_takes(options)
         self.check_seed(seed)
         if self._workers is None:
@@ -146,13 +146,13 @@ class ResetArguments:
             self._samplers.pop(env_id, None)
         if rebuilds.base_seed != base:
             rebuilds.base_seed = base
-            pool.in_call("", pool.note_outdated, self._env_ids)
+            pool.in_call("", pool.announce_outdated, self._env_ids)
         elif remembered:
-            pool.in_call("", pool.note_outdated, remembered)
+            pool.in_call("", pool.announce_outdated, remembered)
         return keywords
 
     def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds) -> list[int]:
-        """The new seeds of a native simulator; notes them."""
+        """The new seeds of a native simulator; saves them."""
         if len(env_ids) < len(self._env_ids):
             raise ValueError(
                 f"seed={seed!r} for environments {[*env_ids]}, but these environments are seeded all at once: reset all"
@@ -164,10 +164,10 @@ class ResetArguments:
         self._samplers.clear()
         return seeds
 
-    def note_resets(self, env_ids: Sequence[int], leftovers: Any) -> None:
+    def warn_of_equal_observations(self, env_ids: Sequence[int], leftovers: Any) -> None:
         """Once all environments have been reset, warn if their first observations are equal."""
-        if self._default_seed is not None and not self._default_seed_noted and 0 in env_ids:
-            self._default_seed_noted = True
+        if self._default_seed is not None and not self._default_seed_checked and 0 in env_ids:
+            self._default_seed_checked = True
             text = self._default_seed.warning(self._first_observations(0, leftovers))
             if text is not None:
                 warn(text, UserWarning)
@@ -175,7 +175,7 @@ class ResetArguments:
         if check is None:
             return
         for env_id in env_ids:
-            check.note(env_id, self._first_observations(env_id, leftovers))
+            check.record_first(env_id, self._first_observations(env_id, leftovers))
         if not all(self._transitions.has_reset) or self._source.in_flight:
             return
         self._seed_check = None
@@ -217,11 +217,11 @@ class ResetArguments:
             except ParallelEnvError:  # of a worker that has been replaced, if anything is open
                 if not pool.closed:
                     rebuilds.remember_replaced(before)
-                    pool.in_call("", pool.note_outdated, env_ids)
+                    pool.in_call("", pool.announce_outdated, env_ids)
                 raise
             if not results:
                 rebuilds.remember_replaced(before)
-                pool.in_call("", pool.note_outdated, env_ids)
+                pool.in_call("", pool.announce_outdated, env_ids)
                 return
             rebuilds.set_options(before)
             pool.execute_in(Message.OPTIONS, env_ids, before)
@@ -230,13 +230,13 @@ class ResetArguments:
                 raise refusal.kind(f"environment {env_id}: {refusal.text}")
             now = pickled()
 
-    def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Note the current options of environments that keep them, for environments that are constructed again."""
+    def remember_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Save the current options of environments that keep them, for environments that are constructed again."""
         assert self._workers is not None
         pool, rebuilds = self._workers.pool, self._workers.rebuilds
         for env_id in env_ids:
             rebuilds.remember_options(env_id, rebuilds.merged_options(env_id, options))
-        pool.in_call("", pool.note_outdated, env_ids)
+        pool.in_call("", pool.announce_outdated, env_ids)
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
@@ -244,18 +244,18 @@ class ResetArguments:
 
     def _checked_options(self, options: Options, env_ids: Sequence[int]) -> Sequence[dict[str, Any] | None]:
         options_of = checked_options(options, env_ids)
-        for place, env_id in enumerate(env_ids):
-            if options_of[place] is None:
+        for index, env_id in enumerate(env_ids):
+            if options_of[index] is None:
                 continue
             if env_id not in self.no_options:
-                self._schema.check_options(options_of[place])
+                self._schema.check_options(options_of[index])
             elif isinstance(options, list):
                 raise ValueError(
-                    f"environment {env_id}: options={options_of[place]!r}, but its `reset` takes no options: pass None "
+                    f"environment {env_id}: options={options_of[index]!r}, but its `reset` takes no options: pass None "
                     f"for the environments {sorted(self.no_options)}"
                 )
             else:  # one dict is for those that take options
-                options_of[place] = None
+                options_of[index] = None
         return options_of
 
     # -- seeds -----------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class ResetArguments:
     def saved(self, env_id: int, state: EnvState) -> EnvState:
         """The state of an environment, with its seeds and the generators of its random actions."""
         if env_id not in self._samplers and self._schema.action_spaces:  # it depends on the environment's number
-            self._note_sampler(env_id)
+            self._ensure_sampler(env_id)
         sampler = self._sampler_seeds[env_id], self._samplers.get(env_id)
         return state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
 
@@ -289,7 +289,7 @@ class ResetArguments:
     # -- random actions --------------------------------------------------------------------------------------------
 
     def sample_actions(self, env_ids: Sequence[int]) -> list[dict[AgentID, Any]]:
-        """As `ParallelEnv.sample_actions`."""
+        """Random actions that masks allow, for the agents that act: one dict by agent for each environment."""
         declared, acting = self._schema.action_spaces, self._transitions.acting
         if not declared:
             raise NoSpaceDeclared("these environments declare no action spaces to draw random actions from", "action")
@@ -298,7 +298,7 @@ class ResetArguments:
                 raise NoSpaceDeclared(f"agent {agent!r} declares no action space to draw random actions from", "action")
         result = []
         for env_id in env_ids:
-            self._note_sampler(env_id)
+            self._ensure_sampler(env_id)
             for agent in acting[env_id]:
                 if agent not in declared:
                     raise NoSpaceDeclared(
@@ -308,7 +308,7 @@ class ResetArguments:
             result.append(self._samplers[env_id].sample(acting[env_id], self._transitions.masks(env_id)))
         return result
 
-    def _note_sampler(self, env_id: int) -> None:
+    def _ensure_sampler(self, env_id: int) -> None:
         """Make the sampler of an environment's random actions, unless there is one."""
         if env_id not in self._samplers:
             seed = self._sampler_seeds[env_id]

@@ -9,10 +9,10 @@ from gymnasium.error import NoAsyncCallError
 from numpy.typing import NDArray
 
 from marl_parallel.arguments import checked_integer, checked_timeout, one_for_each
+from marl_parallel.core.block.records import Columns
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.saved_states import EnvState, SavedStates, from_bytes
 from marl_parallel.core.pool.slots import Results
-from marl_parallel.core.records import Columns
 from marl_parallel.core.view import ActionsT, ResultT, View
 from marl_parallel.core.warn import warn
 from marl_parallel.stepper.batch import Batch
@@ -67,12 +67,12 @@ class Stepper(Generic[ActionsT, ResultT]):
         self.source.check_resets(ids)
         leftovers = self.source.run(Message.RESET, ids, self.batch.resets.keywords(ids, seed, options))
         self._statistics.finished = []
-        self._note_resets(ids, leftovers)
+        self._finish_resets(ids, leftovers)
         return ids, leftovers
 
-    def _note_resets(self, env_ids: Sequence[int], leftovers: Any) -> None:
+    def _finish_resets(self, env_ids: Sequence[int], leftovers: Any) -> None:
         self.transitions.begin(env_ids)
-        self.batch.resets.note_resets(env_ids, leftovers)
+        self.batch.resets.warn_of_equal_observations(env_ids, leftovers)
 
     def step(self, actions: ActionsT, env_ids: Sequence[int] | None = None) -> ResultT:
         """Step environments, and wait; arguments and errors are as in `ParallelEnv.step`."""
@@ -122,7 +122,7 @@ class Stepper(Generic[ActionsT, ResultT]):
         seconds = checked_timeout(timeout, "timeout", zero=True)
         results = self.source.recv(number, seconds, env_ids, window=window)
         self._statistics.finished = []
-        self._note_resets(results.resets, results.leftovers)
+        self._finish_resets(results.resets, results.leftovers)
         return results
 
     def state(self, env_ids: Sequence[int] | None = None) -> NDArray[Any]:
@@ -173,7 +173,7 @@ class Stepper(Generic[ActionsT, ResultT]):
         if fault is not None:  # no caller reads the results of those that have been loaded
             self.transitions.read(tuple(leftovers), leftovers)
         self._statistics.finished = []
-        saved_states.note_outdated([*leftovers])
+        saved_states.announce_outdated([*leftovers])
         try:
             if fault is not None:
                 raise fault  # its environments have been rebuilt, the others have been loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-from marl_parallel.core.block_transitions import BlockTransitions
+from marl_parallel.core.block.block_transitions import BlockTransitions
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 

@@ -13,8 +13,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.core.transition import FINAL_OBS
@@ -212,8 +212,8 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
                 if info.get(_FORCED) is not None:
                     info[_FORCED] = to_zero(schema.action_spaces[agent], info[_FORCED])
         result: ByAgent = {}
-        for place, agent in enumerate(self.agents):
-            info = vector_infos(((env_id, of_agents[place]) for env_id, of_agents in by_env.items()), self.num_envs)
+        for column, agent in enumerate(self.agents):
+            info = vector_infos(((env_id, of_agents[column]) for env_id, of_agents in by_env.items()), self.num_envs)
             if _FORCED in info:
                 info[_FORCED] = _forced(agent, info[_FORCED], info[f"_{_FORCED}"])
             if agent in schema.mask_spaces:  # not in infos, except at the end of an episode

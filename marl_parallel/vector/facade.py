@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core.array_view import Actions, Arrays
+from marl_parallel.core.block.array_view import Actions, Arrays
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.stepper import Options, Seeds
@@ -77,8 +77,8 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
         observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
         return cast(FirstT, (observations, infos))
 
-    def _note_reset(self, env_ids: Sequence[int] | None) -> None:
-        """Note that new episodes have begun in these environments, None for all, before their arrays are converted."""
+    def _begin_episodes(self, env_ids: Sequence[int] | None) -> None:
+        """Update the facade's own state for new episodes of environments, None for all; called before `_first`."""
 
     def _own_state(self, env_id: int) -> Any:
         """The facade's own state of an environment, besides the latest arrays; None if it has none."""
@@ -102,7 +102,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
             RuntimeError, ValueError, ResetNeeded: As in `FacadeStepper.reset`.
         """
         arrays = self._stepper.reset(seed, options, env_ids)
-        self._note_reset(env_ids)
+        self._begin_episodes(env_ids)
         return self._first(arrays)
 
     @exclusive("reset_async")
@@ -115,7 +115,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
     def reset_wait(self, timeout: float | None = None) -> FirstT:
         """The results of `reset_async`, in the form of `reset`; arguments and errors are as in `step_wait`."""
         arrays = self._stepper.receive_reset(timeout)
-        self._note_reset(self._reset_env_ids)
+        self._begin_episodes(self._reset_env_ids)
         return self._first(arrays)
 
     @exclusive("step")

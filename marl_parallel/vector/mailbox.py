@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
+from marl_parallel.core.block.array_view import Arrays, ResultDoesNotFit
 from marl_parallel.stepper import Options, Seeds
 from marl_parallel.vector.stepper import FacadeStepper
 

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.core.array_view import Arrays
+from marl_parallel.core.block.array_view import Arrays
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import ArrayFacade
@@ -152,9 +152,9 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByA
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
-    """One environment for PettingZoo's wrappers, tests and loops; `note` is called with the result of each call."""
+    """One environment for PettingZoo's wrappers, tests and loops; `record` is called with the result of each call."""
 
-    def __init__(self, env: ParallelEnv, env_id: int, note: Callable[[int, ByAgent, ByAgent], None]) -> None:
+    def __init__(self, env: ParallelEnv, env_id: int, record: Callable[[int, ByAgent, ByAgent], None]) -> None:
         stepper = env.stepper
         if stepper.mode is not AutoresetMode.DISABLED:
             raise ValueError(
@@ -162,7 +162,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
             )
         if not 0 <= env_id < env.num_envs:
             raise ValueError(f"there is no environment {env_id!r}; env_id must be 0 to {env.num_envs - 1}")
-        self._env, self._stepper, self._env_id, self._note = env, stepper, env_id, note
+        self._env, self._stepper, self._env_id, self._record = env, stepper, env_id, record
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self.possible_agents = env.possible_agents_of(env_id)
         schema, own = stepper.schema, {*self.possible_agents}
@@ -196,14 +196,14 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         if not resets.takes_options or self._env_id in resets.no_options:
             options = None
         (observations,), (infos,) = self._env.reset(seed=seeds, options=options, env_ids=[self._env_id])
-        self._note(self._env_id, observations, {})
+        self._record(self._env_id, observations, {})
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
         """Step once; when the episode ends, agents still alive get the flag of `__all__`, which is left out."""
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
-        self._note(self._env_id, observations, rewards)
+        self._record(self._env_id, observations, rewards)
         alive = self._stepper.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
             {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(alive, flags[ALL])}

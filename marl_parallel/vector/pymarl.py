@@ -18,8 +18,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import OfAdapter
-from marl_parallel.core import stacking
-from marl_parallel.core.block_transitions import BlockTransitions
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.block_transitions import BlockTransitions
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -549,7 +549,7 @@ class PyMARLConnection:
         return self.connections.has_reply(self.env_id)
 
     def close(self) -> None:
-        """As `send(("close", None))`; does nothing if it is closed."""
+        """Close this connection, and with the last one the workers; does nothing if it is closed."""
         self.connections.close_one(self.env_id)
 
     def __repr__(self) -> str:

@@ -26,12 +26,12 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.episode import dead_after
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
+from marl_parallel.core.worker.env_runner import dead_after
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import NAMES
 from marl_parallel.vector.drop_in import drop_in

@@ -1,6 +1,6 @@
 """Agents as rows, infos as arrays over rows, and the flags that agents inherit from their environment.
 
-With k agents, row `i * k + j` is agent j of environment i. `core/episode.py` decides whose life ends.
+With k agents, row `i * k + j` is agent j of environment i. `core/worker/env_runner.py` decides whose life ends.
 
 Infos are laid out as in Gymnasium's vector environments: every key holds an array over all rows, and `_key` a mask of
 the rows that have it, also in nested dicts. Unlike in Gymnasium, the result does not depend on the order of infos:
@@ -19,11 +19,11 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
-from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.info_columns import InfoColumns
-from marl_parallel.core.pickling import same
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Stacked
+from marl_parallel.core.block.columns import evenly_spaced
+from marl_parallel.core.block.info_columns import InfoColumns
+from marl_parallel.core.objects.pickling import same
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
 from marl_parallel.core.transition import BEGAN, COMMON, ENDED, FINAL_OBS, RESET_INFO, WAS_DEAD
@@ -69,8 +69,8 @@ class AgentRows:
                     )
         column_of = {agent: column for column, agent in enumerate(view.agents)}
         columns = [column_of[agent] for agent in agents]
-        self._group, _ = view.places[agents[0]]
-        members = np.array([view.places[agent][1] for agent in agents])
+        self._group, _ = view.group_rows[agents[0]]
+        members = np.array([view.group_rows[agent][1] for agent in agents])
         self.columns = evenly_spaced(columns) or columns  # among all agents
         self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among the group's agents
         self.everyone = columns == [*range(len(view.agents))]
@@ -135,14 +135,14 @@ class AgentRows:
 
     def observation(self, observations: Sequence[Any], row: int) -> Any:
         """The observation of one row from all groups', in new arrays."""
-        place = row // len(self.agents), self._member_of[row % len(self.agents)]
-        return tree_map(lambda array: copy.copy(array[place]), observations[self._group])
+        index = row // len(self.agents), self._member_of[row % len(self.agents)]
+        return tree_map(lambda array: copy.copy(array[index]), observations[self._group])
 
     def clear(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
         """Make `agents`, a mask `(num_envs, agents)`, absent; their observations become zeros."""
         arrays.present[:, self.columns] &= ~agents
-        env_ids, places = np.nonzero(agents)
-        stacking.clear(arrays.observations[self._group], (env_ids, self._member_of[places]))
+        env_ids, columns = np.nonzero(agents)
+        stacking.clear(arrays.observations[self._group], (env_ids, self._member_of[columns]))
 
     def flags(self, arrays: Arrays) -> Flags:
         """The flags of rows, from the flags of agents and environments.
@@ -403,10 +403,10 @@ def agent_infos(
     """
     of_env = env_infos(infos, possible_agents)
     rows = [{**{k: copy.copy(info) for k, info in of_env.items()}, **agent_info(env_id, infos, a)} for a in agents]
-    for place, info in enumerate(rows if next_episode else ()):
+    for index, info in enumerate(rows if next_episode else ()):
         last, of_reset = divided(info, of_env)
         final = {FINAL_OBS: info[FINAL_OBS]} if FINAL_OBS in info else {}
-        rows[place] = {**of_env, **of_reset, "final_info": last, **final}
+        rows[index] = {**of_env, **of_reset, "final_info": last, **final}
     return rows
 
 

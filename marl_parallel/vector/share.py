@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import declares_mask, flat_mask, mask_of
 from marl_parallel.adapters import AgentID, attributes
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Joint, Stacked
-from marl_parallel.core.block_transitions import OF_ONE_STEP
-from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.joining import Parts, flat_box, flat_values, padded_space
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Joint, Stacked
+from marl_parallel.core.block.block_transitions import OF_ONE_STEP
+from marl_parallel.core.block.columns import evenly_spaced
+from marl_parallel.core.block.joining import Parts, flat_box, flat_values, padded_space
 from marl_parallel.core.schema import alike
 from marl_parallel.core.transition import COMMON, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
@@ -197,17 +197,17 @@ class _Acted:
 
     Attributes:
         agents: The agents.
-        places: Their places among all agents.
+        positions: Their positions among all agents.
         space: Their action space; a `Discrete` space begins at 0.
 
     With `any_space`, `stacked` may raise `ValueError` for all actions of a space of another kind.
     """
 
     def __init__(
-        self, facade: str, agents: tuple[AgentID, ...], places: list[int], space: Space[Any], *, any_space: bool
+        self, facade: str, agents: tuple[AgentID, ...], positions: list[int], space: Space[Any], *, any_space: bool
     ) -> None:
-        self.agents, self.places, self.declared = agents, places, space
-        self._columns = evenly_spaced(places) or places
+        self.agents, self.positions, self.declared = agents, positions, space
+        self._columns = evenly_spaced(positions) or positions
         self._facade = facade
         self.space: Space[Any] = space
         self.sizes: list[int] = []  # of the choices of each part
@@ -223,12 +223,12 @@ class _Acted:
 
     def stacked(self, actions: Any, acting: NDArray[np.bool_]) -> Stacked:
         """Pick their actions, from `(num_envs, agents, d)` or lists of lists of arrays, for a `FacadeStepper`."""
-        whole = len(self.places) == acting.shape[1]
+        whole = len(self.positions) == acting.shape[1]
         if type(actions) is np.ndarray and not actions.dtype.hasobject:
             acted = actions if whole else actions[:, self._columns]
         else:
             try:
-                acted = np.array([[np.asarray(of_env[place]) for place in self.places] for of_env in actions])
+                acted = np.array([[np.asarray(of_env[position]) for position in self.positions] for of_env in actions])
             except (TypeError, ValueError, IndexError):
                 raise ValueError(
                     f"{self._facade}: the actions of agents {[*self.agents]} do not have one shape in all environments"
@@ -278,9 +278,9 @@ class _Acted:
         if indices is not acted:
             wrong |= indices != acted
         if wrong.any() and (wrong := wrong.any(axis=2) & acting).any():
-            row, place = np.argwhere(wrong)[0].tolist()
+            row, column = np.argwhere(wrong)[0].tolist()
             raise ValueError(
-                f"environment {row}: the action of agent {self.agents[place]!r} is {acted[row, place].tolist()}; "
+                f"environment {row}: the action of agent {self.agents[column]!r} is {acted[row, column].tolist()}; "
                 f"expected the index of a choice of {self.declared}, from 0"
             )
         return indices
@@ -292,20 +292,20 @@ class _Acted:
             indices[..., part] = one_hot.argmax(axis=2)
             wrong = ((np.count_nonzero(one_hot, axis=2) != 1) | (one_hot.max(axis=2) != 1)) & acting
             if wrong.any():
-                row, place = np.argwhere(wrong)[0].tolist()
+                row, column = np.argwhere(wrong)[0].tolist()
                 raise ValueError(
-                    f"environment {row}: the action of agent {self.agents[place]!r} must be an index or a one-hot "
-                    f"vector for {self.declared}; got {acted[row, place].tolist()}"
+                    f"environment {row}: the action of agent {self.agents[column]!r} must be an index or a one-hot "
+                    f"vector for {self.declared}; got {acted[row, column].tolist()}"
                 )
             start += size
         return indices
 
 
 def _joiner(
-    places: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]], *, pad: bool
+    positions: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]], *, pad: bool
 ) -> Callable[[Sequence[NDArray[Any]]], NDArray[Any]]:
     """What joins arrays of parts of the agents: padded, or as objects where the shapes of values differ."""
-    parts = Parts(places)
+    parts = Parts(positions)
     return parts.padded if pad or len({*shapes}) == 1 else parts.objects
 
 
@@ -344,22 +344,24 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         schema = stepper.schema
         view.wants_info_arrays, view.writes_all = True, schema.all_may_act
         self.agents, self.n_agents = [*view.agents], len(view.agents)
-        self._observed = [_Observed(name, view.agents[places[0]], space) for space, places in view.groups]
+        self._observed = [_Observed(name, view.agents[positions[0]], space) for space, positions in view.groups]
         shapes = [observed.space.shape for observed in self._observed]
-        positions = [places for _, places in view.groups]
+        of_groups = [positions for _, positions in view.groups]
         if pad and len({*map(len, shapes)}) > 1:
             raise ValueError(f"{name}: pad=True needs observations with equal numbers of axes, got shapes {shapes}")
-        self._join = _joiner(positions, shapes, pad=pad)
+        self._join = _joiner(of_groups, shapes, pad=pad)
         by_space = alike(schema.action_spaces, view.agents)
         # The simulators of these projects get what the trainer sends, as from the projects' own workers.
         self._hands_on = schema.joint_actions == "mappo" and not (pad and len(by_space) > 1)
         self._acted = [
-            _Acted(name, tuple(view.agents[place] for place in places), places, space, any_space=self._hands_on)
-            for space, places in by_space
+            _Acted(
+                name, tuple(view.agents[position] for position in positions), positions, space, any_space=self._hands_on
+            )
+            for space, positions in by_space
         ]
         self._has_masks = all(isinstance(acted.declared, spaces.Discrete) for acted in self._acted)
         sizes = [(sum(acted.sizes),) for acted in self._acted]
-        self._join_masks = _joiner([acted.places for acted in self._acted], sizes, pad=pad)
+        self._join_masks = _joiner([acted.positions for acted in self._acted], sizes, pad=pad)
         self._has_state = self._has_share and share != "joined" and (share == "state" or schema.state_space is not None)
         self._is_per_agent = False
         if self._has_state:
@@ -370,8 +372,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         )
         self._all_choices: NDArray[Any] | None = None  # of a step without infos, unless masks come in another way
         if self._has_masks and not declared_masks:
-            places = zip(self._acted, sizes)
-            free = [np.ones((self.num_envs, len(acted.agents), *size), np.bool_) for acted, size in places]
+            with_sizes = zip(self._acted, sizes)
+            free = [np.ones((self.num_envs, len(acted.agents), *size), np.bool_) for acted, size in with_sizes]
             every = self._choices(free)
             self._all_choices = None if every.dtype.hasobject else every
         self._keeps_masks = stepper.restarts and self._has_share  # for the next step, which may be a restart
@@ -396,14 +398,14 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         """Set the lists of spaces: the simulator's own if it has any, since its trainer may read more of these."""
         schema = self._stepper.schema
         by_group = zip(self._stepper.view.groups, self._observed)
-        observed = {place: one.space for (_, places), one in by_group for place in places}
-        acted = {place: one.space for one in self._acted for place in one.places}
+        observed = {position: one.space for (_, positions), one in by_group for position in positions}
+        acted = {position: one.space for one in self._acted for position in one.positions}
         agents = range(self.n_agents)
-        joined = flat_box([observed[place] for place in agents])
+        joined = flat_box([observed[position] for position in agents])
         if pad:
             try:
-                observed = dict.fromkeys(agents, padded_space([observed[place] for place in agents]))
-                acted = dict.fromkeys(agents, padded_space([acted[place] for place in agents]))
+                observed = dict.fromkeys(agents, padded_space([observed[position] for position in agents]))
+                acted = dict.fromkeys(agents, padded_space([acted[position] for position in agents]))
             except ValueError as error:
                 raise ValueError(f"{type(self).__name__}: pad=True is impossible: {error}") from None
         state: Any = schema.state_space if self._has_state else joined
@@ -411,9 +413,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
             state = spaces.Box(state.low[0], state.high[0], state.shape[1:], state.dtype)
         elif not state.shape:
             state = spaces.Box(state.low.reshape(1), state.high.reshape(1), (1,), state.dtype)
-        self.observation_space: list[Any] = [observed[place] for place in agents]
+        self.observation_space: list[Any] = [observed[position] for position in agents]
         self.share_observation_space: list[Any] = [state] * self.n_agents
-        self.action_space: list[Any] = [acted[place] for place in agents]
+        self.action_space: list[Any] = [acted[position] for position in agents]
         declared = None if pad else self._own_spaces()
         if declared is not None:
             self.observation_space, share, self.action_space = declared
@@ -441,7 +443,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         infos = self._latest_infos.get(env_id)
         return env_id in self._at_begin, None if infos is None else {**infos}
 
-    def _note_reset(self, env_ids: Sequence[int] | None) -> None:
+    def _begin_episodes(self, env_ids: Sequence[int] | None) -> None:
         self._at_begin = self._at_begin.union(self._stepper.env_ids if env_ids is None else env_ids)
 
     def _set_own_states(self, states: Mapping[int, Any]) -> None:
@@ -514,8 +516,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         if len(groups) == 1:
             whole: NDArray[Any] = groups[0].reshape(len(groups[0]), -1)
             return whole
-        places = self._stepper.view.places
-        columns = [groups[group][:, row] for group, row in (places[agent] for agent in self.agents)]
+        group_rows = self._stepper.view.group_rows
+        columns = [groups[group][:, row] for group, row in (group_rows[agent] for agent in self.agents)]
         return flat_values(columns)
 
     def _for_all(self, states: NDArray[Any]) -> NDArray[Any]:
@@ -552,13 +554,13 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         states = self._stepper.batch.states_seen()[1][ended] if self._has_state and ended else None
         finals, last_masks = arrays.final_observations, self._last_masks
 
-        def original(place: int, env_id: int) -> dict[str, Any]:
+        def original(row: int, env_id: int) -> dict[str, Any]:
             infos = arrays.infos.get(env_id, {})
             observations, groups = self._observations([stacking.row(of_group, env_id) for of_group in finals])
             entries: dict[str, Any] = {"original_obs": observations[0]}
             if not self._has_share:
                 return entries
-            state = self._joined(groups) if states is None else states[place : place + 1]
+            state = self._joined(groups) if states is None else states[row : row + 1]
             entries["original_state"] = self._for_all(state)[0]
             if not self._has_masks:
                 entries["original_avail_actions"] = None
@@ -570,19 +572,19 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
                 entries["original_avail_actions"] = self._choices([masks for masks, _ in final])[0]
             return entries
 
-        return {env_id: functools.partial(original, place, env_id) for place, env_id in enumerate(ended)}
+        return {env_id: functools.partial(original, row, env_id) for row, env_id in enumerate(ended)}
 
     def _final_masks(self, infos: Mapping[Any, Any], acted: _Acted) -> tuple[NDArray[np.bool_], bool]:
         """The last masks of an episode, and whether any agent has one."""
         known = False
         masks = np.ones((1, len(acted.agents), sum(acted.sizes)), np.bool_)
-        for place, agent in enumerate(acted.agents):
+        for column, agent in enumerate(acted.agents):
             info = infos.get(agent)
             if isinstance(info, Mapping):
                 space = cast(spaces.Discrete, acted.declared)
                 mask = flat_mask(space, mask_of(info.get(FINAL_OBS), info))
                 if mask is not None:
-                    masks[0, place], known = mask, True
+                    masks[0, column], known = mask, True
         return masks, known
 
     def _infos(self, arrays: Arrays, bad: NDArray[np.bool_] | None, ended: Sequence[int]) -> ShareInfos:
@@ -591,7 +593,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
         return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals, before)
 
     def _before_restarts(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Mapping[Any, Any]]:
-        """The infos of the step before, of the environments that have been restarted; notes the infos of this step.
+        """The infos of the step before, of the environments that have been restarted; saves the infos of this step.
 
         In the first step of an episode, they are blank: trainers have already counted the episode before.
         """

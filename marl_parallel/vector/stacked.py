@@ -13,10 +13,10 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
-from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.joining import Parts, agents_alike, groups_by_space, padded_space
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Stacked
+from marl_parallel.core.block.columns import evenly_spaced
+from marl_parallel.core.block.joining import Parts, agents_alike, groups_by_space, padded_space
 from marl_parallel.core.spaces import Mismatch, check_form, tree_map
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import ArrayFacade
@@ -86,11 +86,11 @@ class _Group(NamedTuple):
                 return array
             array = self.parts.unpadded(part, array, leaf.shape or ())
             if isinstance(leaf, spaces.Discrete):
-                outside = (array >= leaf.start + leaf.n) & acting[:, self.parts.places[part]]
-                for row, place in np.argwhere(outside)[:1].tolist():
+                outside = (array >= leaf.start + leaf.n) & acting[:, self.parts.columns[part]]
+                for row, column in np.argwhere(outside)[:1].tolist():
                     raise Mismatch(
-                        f"environment {env_ids[row]}: the action of agent {self.rows[part].agents[place]!r} is "
-                        f"{array[row, place]}, which is padding: its space is {leaf}; see action_masks"
+                        f"environment {env_ids[row]}: the action of agent {self.rows[part].agents[column]!r} is "
+                        f"{array[row, column]}, which is padding: its space is {leaf}; see action_masks"
                     )
             return array
 
@@ -265,8 +265,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         except ValueError as error:
             raise ValueError(f"group {name!r} cannot be padded: {error}") from None
         everyone = columns == [*range(len(self.stepper.view.agents))]
-        place = None if everyone else evenly_spaced(columns) or columns
-        return _Group(place, rows, parts, space, action_space)
+        selected = None if everyone else evenly_spaced(columns) or columns
+        return _Group(selected, rows, parts, space, action_space)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -309,14 +309,14 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
             self.final_observations = observations if is_same else self.stacked(arrays.final_observations)
             self.present_final = self._of_groups(arrays.finally_observed)
         if self.state_space is not None:
-            self._note_states(ended)
+            self._copy_states(ended)
         rewards = self._grouped(lambda group: group.rewards(arrays))
         infos: Any = arrays.infos
         if self._lists_infos:
             infos = [infos.get(env_id, {}) for env_id in self.stepper.env_ids]
         return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos
 
-    def _note_states(self, ended: Sequence[int]) -> None:
+    def _copy_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
         current, final = (states[env_ids[0] : env_ids[-1] + 1] for states in self.stepper.batch.states_seen())
         self.state = current.copy()

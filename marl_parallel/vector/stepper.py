@@ -1,8 +1,8 @@
 """`FacadeStepper`: a `Stepper` of a `ParallelEnv` with arrays over all environments, for one facade.
 
 A facade has one library's shapes and names, and `FacadeStepper` the checks of all facades: who steps, and in which
-order calls come. Its `ArrayView` (`core/array_view.py`) writes actions and reads transitions. `ArrayStepper` has the
-same methods, and allows only one call at a time; an `ArrayFacade` does this itself.
+order calls come. Its `ArrayView` (`core/block/array_view.py`) writes actions and reads transitions. `ArrayStepper` has
+the same methods, and allows only one call at a time; an `ArrayFacade` does this itself.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint, ResultDoesNotFit, Stacked
-from marl_parallel.core.arrays import action_masks
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Actions, Arrays, ArrayView, Joint, ResultDoesNotFit, Stacked
+from marl_parallel.core.block.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.saved_states import to_bytes
@@ -137,7 +137,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         ids, leftovers = self._reset(seed, options, env_ids)
         self.batch.claim(self._facade)
         self._forget(ids)
-        return self._noted(self.view.read(ids, leftovers, last))
+        return self._save_latest(self.view.read(ids, leftovers, last))
 
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
         """Begin to reset and return; `receive_reset` returns the result. Arguments and errors are as in `reset`."""
@@ -185,7 +185,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         own = own_values(loaded, self._saved_as)
         arrays = self.view.read(tuple(own), leftovers, last)
         self._forget(own)
-        return self._noted(arrays), own
+        return self._save_latest(arrays), own
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """The arrays from which a reset takes the rows of other environments; None if all are reset."""
@@ -217,7 +217,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         if not is_mine or self.in_flight or self.latest is None or self._read is not None:
             self._check_may_step("step")
         self.latest = arrays = super().step(actions, env_ids)
-        return self._noted(arrays) if self._reward_spaces else arrays
+        return self._save_latest(arrays) if self._reward_spaces else arrays
 
     def send(self, actions: Actions) -> None:
         """Begin to step all environments and return; `receive` returns the result.
@@ -256,7 +256,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         Arguments and errors are as in `ParallelEnv.recv`.
 
         Raises:
-            ResultDoesNotFit: A value of some environments has no place in the arrays: a `ValueError` with `env_ids`.
+            ResultDoesNotFit: A value of some environments does not fit the arrays: a `ValueError` with `env_ids`.
                 The next call returns the results of the others that have come.
 
         Returns:
@@ -273,7 +273,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         begun |= {*results.resets}
         stepped |= {*results.env_ids} - begun
         try:
-            arrays = self._noted(self.view.read(sorted(results.env_ids), results.leftovers, last))
+            arrays = self._save_latest(self.view.read(sorted(results.env_ids), results.leftovers, last))
         except ResultDoesNotFit as error:
             stepped -= {*error.env_ids}
             begun -= {*error.env_ids}
@@ -283,7 +283,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         return tuple(sorted(stepped)), tuple(sorted(begun)), arrays
 
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
-        """Like `send`, with a dict by agent for each environment, as for `ParallelEnv.step`."""
+        """Begin to step all environments with a dict by agent for each, and return; `receive` returns the result."""
         self._check_may_step("step_async")
         self._send(self.transitions.write(actions, self.env_ids, stacked=True))
 
@@ -304,7 +304,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
             raise NoAsyncCallError(
                 "step_wait() was called without a step_async() before it: call step_async() first", "step_wait"
             )
-        return self._noted(self.view.read(self.env_ids, self._take(timeout)))
+        return self._save_latest(self.view.read(self.env_ids, self._take(timeout)))
 
     def receive_reset(self, timeout: float | None = None) -> Arrays:
         """Wait for the result of `send_reset`, and return it. Arguments and errors are as in `receive`."""
@@ -316,7 +316,7 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         leftovers, (ids, last) = self._take(timeout), self._resetting
         self._resetting = None
         self._forget(ids)
-        return self._noted(self.view.read(ids, leftovers, last))
+        return self._save_latest(self.view.read(ids, leftovers, last))
 
     def discard(self) -> None:
         """Wait for the step or reset in flight, and drop its result; errors are as in `receive`."""
@@ -369,8 +369,8 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
         return masks if self._some is None else masks[self._some[0] : self._some[-1] + 1]
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note the result of one environment that was stepped or reset by `env`, not by this stepper."""
-        self.view.note(env_id, observations, rewards)
+        """Record the result of one environment that was stepped or reset by `env`, not by this stepper."""
+        self.view.record_dicts(env_id, observations, rewards)
 
     def own(self, observation: Any) -> Any:
         """A last observation (`final_obs`) in arrays of the caller's own: a copy if `env` returns views."""
@@ -411,25 +411,25 @@ class FacadeStepper(OfParallelEnv, Stepper[Actions, Arrays]):
             stepped, begun = stepped - {*env_ids}, begun - {*env_ids}
             self._read = (stepped, begun, arrays) if stepped or begun else None
 
-    def _noted(self, arrays: Arrays) -> Arrays:
+    def _save_latest(self, arrays: Arrays) -> Arrays:
         """Save the latest arrays; turn vector rewards into numbers, or check that they are vectors."""
         self.latest = arrays
         if not self._reward_spaces:
             return arrays
         assert arrays.vectored is not None
-        for place, agent in enumerate(self.view.agents):
+        for column, agent in enumerate(self.view.agents):
             if agent not in self._reward_spaces:
                 continue
             if self._rules:
                 rule, vectors = self._rules[agent], arrays.vectors[agent]
-                for env_id in np.flatnonzero(arrays.vectored[:, place]).tolist():
-                    arrays.rewards[env_id, place] = rule(vectors[env_id])
-            elif (missing := arrays.rewarded[:, place] & ~arrays.vectored[:, place]).any():
+                for env_id in np.flatnonzero(arrays.vectored[:, column]).tolist():
+                    arrays.rewards[env_id, column] = rule(vectors[env_id])
+            elif (missing := arrays.rewarded[:, column] & ~arrays.vectored[:, column]).any():
                 env_id = int(np.flatnonzero(missing)[0])
-                places = [place for place, one in enumerate(self.view.agents) if one in self._reward_spaces]
-                wrong = (arrays.rewarded & ~arrays.vectored)[:, places].any(axis=1)
+                columns = [column for column, one in enumerate(self.view.agents) if one in self._reward_spaces]
+                wrong = (arrays.rewarded & ~arrays.vectored)[:, columns].any(axis=1)
                 raise ResultDoesNotFit(
-                    f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, place]!r}, but "
+                    f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, column]!r}, but "
                     f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers must set "
                     "`reward_space = None`",
                     np.flatnonzero(wrong).tolist(),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from numpy.typing import NDArray
 
-from marl_parallel.core import stacking
-from marl_parallel.core.reports import logger
+from marl_parallel.core.block import stacking
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.stepper import Options, Seeds
 
@@ -65,28 +65,28 @@ class StackedTensors:
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[Grouped, Infos]:
-        """As `StackedVecEnv.reset`."""
+        """Begin new episodes; returns tensors and infos. Arguments and errors are as in `StackedVecEnv.reset`."""
         with self._into_pinned():
             observations, infos = self.env.reset(seed, options, env_ids)
         return self._sent(observations), infos
 
     def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Grouped, Infos]:
-        """As `StackedVecEnv.load_state`."""
+        """Go on from what `save_state` has returned; returns what `reset` returns. Errors are as in `StackedVecEnv`."""
         with self._into_pinned():
             observations, infos = self.env.load_state(states, env_ids)
         return self._sent(observations), infos
 
     def step(self, actions: Grouped) -> StepReturn:
-        """As `StackedVecEnv.step`; actions are tensors of any device, or arrays."""
+        """Step all environments; returns tensors and infos. Actions are tensors of any device, or arrays."""
         self.step_async(actions)
         return self.step_wait()
 
     def step_async(self, actions: Grouped) -> None:
-        """As `StackedVecEnv.step_async`."""
+        """Begin to step all environments and return; `step_wait` returns the results. Actions are as in `step`."""
         self.env.step_async(tree_map(lambda part: part.cpu().numpy() if torch.is_tensor(part) else part, actions))
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:
-        """As `StackedVecEnv.step_wait`."""
+        """The results of `step_async` as tensors; waits `timeout` seconds at most, with None as long as it takes."""
         with self._into_pinned():
             observations, rewards, terminations, truncations, infos = self.env.step_wait(timeout)
         rest = tuple(self.tensors(part) for part in (rewards, terminations, truncations))

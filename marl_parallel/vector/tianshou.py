@@ -17,10 +17,10 @@ from tianshou.env import BaseVectorEnv
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, ResultDoesNotFit
+from marl_parallel.core.block.joining import flat_box, flat_values
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.joining import flat_box, flat_values
 from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -233,7 +233,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             ResetNeeded: An environment was never reset, or its episode is over.
             AlreadyPendingCallError: An environment is being stepped.
             NoAsyncCallError: No action, and no environment is being stepped.
-            ResultDoesNotFit: With `is_async`, a value of some environments has no place in arrays: a `ValueError` with
+            ResultDoesNotFit: With `is_async`, a value of some environments does not fit the arrays: a `ValueError` with
                 `env_ids`, which are ready; later calls return the results of the others.
         """
         if action is None and self.is_async:
@@ -244,7 +244,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             raise ResetNeeded(f"the episodes of environments {over} are over; reset them before the next step")
         actions = self._actions(action, ids)
         if self.is_async:
-            by_env = [{agent: values[place] for agent, values in actions.items()} for place in range(len(ids))]
+            by_env = [{agent: values[row] for agent, values in actions.items()} for row in range(len(ids))]
             self._mailbox.send(by_env, ids)
             self.ready_id = [env_id for env_id in self.ready_id if env_id not in ids]
             self.waiting_id += ids

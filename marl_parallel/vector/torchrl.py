@@ -25,10 +25,10 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of, declares_mask, with_choices
 from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked, check_agents
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Stacked, check_agents
+from marl_parallel.core.block.joining import agents_alike, groups_by_name
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.joining import agents_alike, groups_by_name
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
@@ -383,13 +383,15 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             arrays = self._action_arrays(name, group.action_space, rows)
             tree_map(partial(check_agents, group.agents), arrays)
-            for place, agent in enumerate(group.agents):
-                places = [row for row, env_id in enumerate(ids) if agent in acting[env_id]]
+            for column, agent in enumerate(group.agents):
+                acting_rows = [row for row, env_id in enumerate(ids) if agent in acting[env_id]]
                 try:
-                    actions = stacking.picked(group.action_space, stacking.column(arrays, place), places, len(ids))
+                    actions = stacking.picked(
+                        group.action_space, stacking.column(arrays, column), acting_rows, len(ids)
+                    )
                 except Mismatch as error:
                     raise ValueError(f"the actions of agent {agent!r}{error.path}: {error}") from None
-                for row, action in zip(places, actions):
+                for row, action in zip(acting_rows, actions):
                     of_env[row][agent] = action
         self._mailbox.send(of_env, ids)
         self._rows_sent.update(zip(ids, rows.unbind(0)))

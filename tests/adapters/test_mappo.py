@@ -122,7 +122,7 @@ def test_steps_equal_those_of_the_projects_workers(kind, build, setup):
 
 
 def test_steps_without_compiled_code_equal_those_of_the_projects_workers(monkeypatch):
-    monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+    monkeypatch.setattr("marl_parallel.core.block.codec.Codec", None)
     for kind in KINDS:
         check_steps(kind, lambda kind=kind: ParallelEnv([kind] * 4, "SAME_STEP", 7, backend="serial"))
 
@@ -185,7 +185,9 @@ def test_a_step_within_an_episode_pickles_nothing(kind, monkeypatch):
     with ParallelEnv([kind] * 2, seed=7, backend="serial") as env:
         env.reset()
         pickled: list[Any] = []
-        monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers))
+        monkeypatch.setattr(
+            "marl_parallel.core.worker.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers)
+        )
         for _ in range(30):
             _, _, terminateds, truncateds, _ = env.step([{}] * 2)
             over = any(flags["__all__"] for flags in (*terminateds, *truncateds))

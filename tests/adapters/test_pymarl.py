@@ -93,7 +93,7 @@ def test_two_hundred_steps_equal_a_plain_loop(kind, mode, build, setup):
 
 @pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
 def test_two_hundred_steps_without_compiled_code_equal_a_plain_loop(mode, monkeypatch):
-    monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+    monkeypatch.setattr("marl_parallel.core.block.codec.Codec", None)
     for kind in KINDS:
         check_two_hundred_steps(kind, mode, lambda kind=kind: ParallelEnv([kind] * 4, mode, 7, backend="serial"))
 
@@ -155,7 +155,9 @@ def test_a_step_pickles_nothing_but_its_large_infos(kind, monkeypatch):
     with ParallelEnv([kind] * 2, seed=7, backend="serial") as env:
         env.reset()
         pickled = []
-        monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers))
+        monkeypatch.setattr(
+            "marl_parallel.core.worker.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers)
+        )
         for _ in range(30):
             env.step([{}] * 2)
             assert all(len(masks) == N_AGENTS for masks in env.action_masks)

@@ -18,7 +18,7 @@ from helpers import TESTS
 from simulators.deterministic import Hunt
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.pickling import dump_registrations, install_registrations
+from marl_parallel.core.objects.pickling import dump_registrations, install_registrations
 
 SCRIPT = """
     import sys
@@ -223,7 +223,7 @@ WITH_GYM = """
     import pickle, threading
     from marl_parallel import EnvError, ParallelEnv
     from marl_parallel.backends.spawn import PortableProcessBackend
-    from marl_parallel.core import pickling
+    from marl_parallel.core.objects import pickling
     from simulators.deterministic import Hunt
 
     def travel():

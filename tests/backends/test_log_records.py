@@ -43,8 +43,8 @@ from simulators.logging_envs import (
 )
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, WorkerCrashed, WorkerTimeout, make
-from marl_parallel.core import log_records
-from marl_parallel.core.log_records import RING_NBYTES, RecordRings, Ring
+from marl_parallel.core.reports import log_records
+from marl_parallel.core.reports.log_records import RING_NBYTES, RecordRings, Ring
 
 pytestmark = pytest.mark.release_independent
 

@@ -26,8 +26,8 @@ from helpers.processes import all_gone, wait_for
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
 from marl_parallel.backends import launching
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core import preloading
-from marl_parallel.core.process_state import _changed
+from marl_parallel.core.worker import preloading
+from marl_parallel.core.worker.process_state import _changed
 from marl_parallel.settings import WorkerPoolSettings
 
 pytestmark = pytest.mark.release_independent
@@ -306,7 +306,7 @@ def test_threads_that_have_ended_are_not_named(module: Any, monkeypatch: pytest.
     monkeypatch.setattr(preloading, "_THREADS_END_WITHIN_S", 600)
     monkeypatch.setattr(preloading, "_imports", preloading._Imports())
     preloading._import([module("joins_of_preload", "")], forks=True)
-    assert (preloading.noted(), listed) == ((), [])
+    assert (preloading.findings(), listed) == ((), [])
     sys.modules.pop("joins_of_preload")
 
 
@@ -322,7 +322,7 @@ def test_gpus_of_the_fork_server_are_named(module: Any, tmp_path: Path, monkeypa
     ]
     preloading.import_modules(names, forks=True)
     before.close()
-    assert preloading.noted() == (preloading.Preloaded(names[0], 0, (str(tmp_path / "nvidia1"),), ()),)
+    assert preloading.findings() == (preloading.Preloaded(names[0], 0, (str(tmp_path / "nvidia1"),), ()),)
     for name in names:
         getattr(sys.modules.pop(name), "file", before).close()
 

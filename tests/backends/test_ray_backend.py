@@ -38,7 +38,7 @@ from simulators.failing import Fragile, hang, hard_exit, killed_by
 from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
 from marl_parallel.backends import ray_cluster, ray_exchange
 from marl_parallel.backends.ray_actor import ActorResults
-from marl_parallel.backends.ray_exchange import Actor
+from marl_parallel.backends.ray_exchange import ActorState
 from marl_parallel.backends.ray_placement import Placement
 from marl_parallel.vector import StackedVecEnv
 
@@ -71,7 +71,7 @@ def pid_of(_: Any) -> int:
     return os.getpid()
 
 
-def actors_of(env: ParallelEnv) -> list[Actor]:
+def actors_of(env: ParallelEnv) -> list[ActorState]:
     """The actor of each worker."""
     backend = env.stepper.source.backend
     assert isinstance(backend, RayBackend)
@@ -196,15 +196,15 @@ def test_slow_start(single_node, monkeypatch):
 def test_actor_that_does_not_set_memory_aside_in_time(single_node, monkeypatch):
     """Construction ends with an error, not never, if a node is frozen then."""
     backend = RayBackend()
-    control = Actor.control
+    control = ActorState.control
 
-    def frozen(actor: Actor, method: str, *arguments: Any, **keywords: Any) -> Any:
+    def frozen(actor: ActorState, method: str, *arguments: Any, **keywords: Any) -> Any:
         if method != "allocate":
             return control(actor, method, *arguments, **keywords)
         backend._placement.timeout = 0.3
         return ray.remote(lambda: time.sleep(60)).options(num_cpus=0).remote()
 
-    monkeypatch.setattr(Actor, "control", frozen)
+    monkeypatch.setattr(ActorState, "control", frozen)
     with pytest.raises(ParallelEnvError, match=r"workers \[0, 1\], did not allocate memory within 0.3 s") as caught:
         ParallelEnv([Hunt] * 3, backend=backend, num_workers=2)
     assert caught.value.env_ids == (0, 1, 2)

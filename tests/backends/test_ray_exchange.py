@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from marl_parallel.backends.ray_actor import ActorResults, pack, unpack
-from marl_parallel.backends.ray_exchange import Actor
-from marl_parallel.backends.ray_placement import Place
+from marl_parallel.backends.ray_exchange import ActorState
+from marl_parallel.backends.ray_placement import Bundle
+from marl_parallel.core.block.records import RecordOffsets, RecordSlices
 from marl_parallel.core.messages import Message, Request, answer
-from marl_parallel.core.records import RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 
 pytestmark = pytest.mark.needs("ray")
@@ -25,8 +25,8 @@ def results(replies, env_ids, records=None, number=1, now=0.0) -> ActorResults:
     return ActorResults(number, now, replies, {}, env_ids, records, None)
 
 
-def actor_with(pending: dict[int, deque[Request]]) -> Actor:
-    actor = Actor(MagicMock(), Place(MagicMock(), 0, len(pending)), pending)
+def actor_with(pending: dict[int, deque[Request]]) -> ActorState:
+    actor = ActorState(MagicMock(), Bundle(MagicMock(), 0, len(pending)), pending)
     actor.pending = pending
     return actor
 
@@ -53,7 +53,7 @@ def test_large_records_are_separate_arrays():
 def test_replies_of_a_replaced_process_keep_out_nothing_else():
     """Results that have travelled while another process got the number of their worker: only its own are left out."""
     block = bytearray(4 * 8)
-    slices = RecordSlices(RecordPlaces(num_records=4, stride=8, nbytes=32, transition_header=0, step_end=8), block)
+    slices = RecordSlices(RecordOffsets(num_records=4, stride=8, nbytes=32, transition_header=0, step_end=8), block)
     actor = actor_with({0: deque(), 2: deque([Request(Message.RESET, (3,))])})
     actor.started.update({0: 1, 2: 1})  # worker 0 has closed, and its number is that of another one now
     stepped, reset = [answer(message, (3,), {}, {}, 0.0) for message in (Message.STEP, Message.RESET)]

@@ -272,8 +272,8 @@ def asked():
 
 def send(value):
     import pickle, subprocess, sys
-    from marl_parallel.core.namespaces import dump_namespaces
-    from marl_parallel.core.pickling import dumps
+    from marl_parallel.core.objects.namespaces import dump_namespaces
+    from marl_parallel.core.objects.pickling import dumps
     pickled = dumps(value)
     sent = pickle.dumps((dump_namespaces([pickled], []), pickled))
     done = subprocess.run([sys.executable, "../receiver.py"], input=sent, capture_output=True)
@@ -283,7 +283,7 @@ def send(value):
 
 RECEIVER = """
 import pickle, sys
-from marl_parallel.core.script_names import install_namespaces, open_script_of_worker
+from marl_parallel.core.objects.script_names import install_namespaces, open_script_of_worker
 namespaces, pickled = pickle.load(sys.stdin.buffer)
 open_script_of_worker()
 install_namespaces(namespaces)
@@ -580,7 +580,7 @@ def test_namespaces_have_a_limit(tmp_path):
     """The smallest values travel first."""
     check = """
 if __name__ == "__main__":
-    from marl_parallel.core.namespaces import dump_namespaces
+    from marl_parallel.core.objects.namespaces import dump_namespaces
     assert len(dump_namespaces([b"__main__"], [])) < 5 << 20
     found = send(asked)
     assert found.startswith("(3, False, True, False, ")

@@ -24,8 +24,8 @@ from simulators.sharing import FORK, KEY, KINDS, SPAWN, Sharing, Shelf, numbers_
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.pickling import dumps_shared
-from marl_parallel.core.sharing import CannotBeShared, Shared, dumps_request, loads_request
+from marl_parallel.core.objects.pickling import dumps_shared
+from marl_parallel.core.objects.sharing import CannotBeShared, Shared, dumps_request, loads_request
 
 pytestmark = pytest.mark.release_independent
 

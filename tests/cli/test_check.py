@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.attributes import layers
 from marl_parallel.cli.app import app
-from marl_parallel.cli.check import Actor, Job, Solo, examine, line_of, run_probes
+from marl_parallel.cli.check import Job, RandomActions, Solo, examine, line_of, run_probes
 from marl_parallel.cli.check_findings import (
     Traits,
     fingerprint,
@@ -45,7 +45,7 @@ from marl_parallel.cli.check_findings import (
     reward_error,
 )
 from marl_parallel.cli.check_texts import Examination, Finding, Question, Severity, in_words
-from marl_parallel.core import loading
+from marl_parallel.core.worker import loading
 
 BUGGY = SIMULATORS / "buggy.py"
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
@@ -254,14 +254,14 @@ def test_step_and_reset_times(alone):
 def test_what_is_seen_of_agents(make, text):
     """Masks, agents that come and go, turns and the state."""
     solo, traits = Solo(adapt(make())), Traits()
-    solo.inspect = functools.partial(traits.note, solo.env)
-    actor = Actor(solo.env.action_spaces, 0)
+    solo.inspect = functools.partial(traits.add, solo.env)
+    actor = RandomActions(solo.env.action_spaces, 0)
     for seed in range(5):
         now = solo.begin(seed)
         for _ in range(12):
             if not now.acting:
                 break
-            now = solo.episode.step(actor(now.acting, now.observations, now.infos))
+            now = solo.runner.step(actor(now.acting, now.observations, now.infos))
     state = None if solo.env.state_space is None else str(solo.env.state_space)
     assert in_words({**traits.facts(), "state": state}) == text
 
@@ -285,9 +285,9 @@ NO, YES = {"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "
 def test_agents_without_a_last_observation(steps, unseen):
     """Those that are truncated by themselves, or by `__all__` after they were to act."""
     env, traits = adapt(VariableDictAgents()), Traits()
-    traits.note(env, [{"a": 0, "b": 0}, {}])
+    traits.add(env, [{"a": 0, "b": 0}, {}])
     for seen, terminateds, truncateds in steps:
-        traits.note(env, [dict.fromkeys(seen, 0), {}, terminateds, truncateds, {}])
+        traits.add(env, [dict.fromkeys(seen, 0), {}, terminateds, truncateds, {}])
     assert traits.unseen == unseen
 
 
@@ -642,12 +642,12 @@ def test_bitwise_equality():
 
 
 def test_actor_follows_masks_and_acting_agents():
-    act = Actor({"a": spaces.Discrete(5), "b": spaces.Discrete(5)}, seed=0)
+    act = RandomActions({"a": spaces.Discrete(5), "b": spaces.Discrete(5)}, seed=0)
     for kind in (np.int8, np.bool_, np.int64) * 4:
         mask = np.array([0, 0, 0, 1, 0], kind)
         assert act(["a"], {"a": {"action_mask": mask}}, {}) == {"a": 3}
         assert act(["b"], {}, {"b": {"action_mask": mask}}) == {"b": 3}
-    one, other = (Actor(adapt(Hunt()).action_spaces, 7) for _ in range(2))
+    one, other = (RandomActions(adapt(Hunt()).action_spaces, 7) for _ in range(2))
     agents = Hunt().possible_agents
     for _ in range(5):
         assert fingerprint(one(agents, {}, {})) == fingerprint(other(agents, {}, {}))
@@ -705,7 +705,7 @@ def test_lists_in_place_of_arrays(acts, seen, mask, found, where):
     env.observation_spaces, env.action_spaces = {"a": spaces.Dict(parts)}, {"a": acts}
     own = {"action_mask": mask}
     traits = Traits()
-    traits.note(env, [{"a": value | (own if where == "observation" else {})}, {"a": own if where == "info" else {}}])
+    traits.add(env, [{"a": value | (own if where == "observation" else {})}, {"a": own if where == "info" else {}}])
     assert traits.lists == found
 
 

@@ -32,7 +32,7 @@ from marl_parallel.cli.app import app
 from marl_parallel.cli.replay import Outcome
 from marl_parallel.cli.replay import replay as replay_file
 from marl_parallel.cli.target import CommandError
-from marl_parallel.core.replay_file import read_crash, write_crash
+from marl_parallel.core.pool.replay_file import read_crash, write_crash
 
 pytestmark = pytest.mark.release_independent
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import ROOT
 
 from marl_parallel.adapters.attributes import AttributeFailed, LookupFailed
-from marl_parallel.core import advice
+from marl_parallel.core.reports import advice
 
 pytestmark = pytest.mark.release_independent
 
@@ -74,7 +74,7 @@ ERRORS = {
     ("vector/torchrl", "_indices", "NotImplementedError"): "`TorchRLEnv.async_step_send`",
     ("backends/interpreter", "executable", "RuntimeError"): "without a Python interpreter",
     ("backends/ray_backend", "__init__", "RuntimeError"): "`RayBackend` on macOS or Windows",
-    ("backends/ray_backend", "_note_lost", "ParallelEnvError"): "Ray cannot start a worker",
+    ("backends/ray_backend", "_handle_lost", "ParallelEnvError"): "Ray cannot start a worker",
     ("backends/ray_backend", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
     ("backends/ray_backend", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
     ("backends/ray_cluster", "connect", "ConnectionError"): "no Ray cluster",
@@ -88,7 +88,7 @@ INTERNAL = {
     ("vector/sb3/vec_env", "__missing__", "KeyError"),
     ("vector/share", "__getitem__", "IndexError"),
 }
-# Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
+# Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/pool/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}
 
 

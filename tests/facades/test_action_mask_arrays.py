@@ -20,8 +20,8 @@ from simulators.pymarl_envs import AGENTS as TEAM
 from simulators.pymarl_envs import Skirmish
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.columns import MaskColumns
+from marl_parallel.core.block.block_transitions import BlockTransitions
+from marl_parallel.core.block.columns import MaskColumns
 from marl_parallel.sources.native import Received
 from marl_parallel.vector.stepper import ArrayStepper
 

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from helpers.comparison import assert_same
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from marl_parallel.vector import PettingZooVecEnv
 from marl_parallel.vector.rows import vector_infos
 

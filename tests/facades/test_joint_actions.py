@@ -15,11 +15,11 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import Schema, adapt
 from marl_parallel.adapters.mappo_env import MAPPOEnv
 from marl_parallel.adapters.protocol import JOINT
-from marl_parallel.core.array_view import Joint
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.pickling import loads
-from marl_parallel.core.records import ActionRecords, RecordSlices
-from marl_parallel.core.replay_file import read_crash
+from marl_parallel.core.block.array_view import Joint
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import ActionRecords, RecordSlices
+from marl_parallel.core.objects.pickling import loads
+from marl_parallel.core.pool.replay_file import read_crash
 from marl_parallel.vector import (
     DummyVecEnv,
     ShareDummyVecEnv,
@@ -207,7 +207,7 @@ def test_simulators_get_what_the_original_classes_send(make, drop_in, options, k
 
 
 def test_without_compiled_code_they_get_the_same(monkeypatch):
-    monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+    monkeypatch.setattr("marl_parallel.core.block.codec.Codec", None)
     for make, drop_in in ((Field, DummyVecEnv), (Ground, ShareDummyVecEnv)):
         test_simulators_get_what_the_original_classes_send(make, drop_in, {}, "discrete")
 

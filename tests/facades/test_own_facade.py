@@ -15,7 +15,7 @@ from mpe2 import simple_spread_v3
 from simulators.unfit_rewards import BAD, UnfitRewards
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.array_view import ResultDoesNotFit
+from marl_parallel.core.block.array_view import ResultDoesNotFit
 from marl_parallel.vector import Arrays, ArrayStepper, Stacked
 
 PACKAGE = ROOT / "marl_parallel"
@@ -81,7 +81,7 @@ def test_facades_use_no_private_attribute_of_another_object(path):
     assert not private
 
 
-# -- values that have no place in arrays -------------------------------------------------------------------------------
+# -- values that do not fit the arrays ---------------------------------------------------------------------------------
 
 
 class Own:

@@ -487,7 +487,7 @@ def test_observations_of_a_derived_box():
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 3]])
-def test_value_without_a_place_loses_no_results_of_others(failing):
+def test_value_that_does_not_fit_loses_no_results_of_others(failing):
     """The failed environments are ready; the next call returns what the others returned in the same one."""
     env = facade(UnfitRewards, backend="serial", wait_num=3)
     env.reset()
@@ -505,7 +505,7 @@ def test_value_without_a_place_loses_no_results_of_others(failing):
     env.close()
 
 
-def test_value_without_a_place_while_another_environment_is_reset():
+def test_value_that_does_not_fit_while_another_environment_is_reset():
     """The reset returns; the error of the step, and the results of the others, come with the next `step`."""
     env = facade(UnfitRewards, backend="serial", wait_num=1)
     env.reset()

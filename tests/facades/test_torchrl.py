@@ -31,7 +31,7 @@ from torchrl.record import PixelRenderTransform, VideoRecorder
 from torchrl.record.loggers import CSVLogger
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.columns import ArrayColumn, NumberColumn
+from marl_parallel.core.block.columns import ArrayColumn, NumberColumn
 from marl_parallel.vector import TorchRLEnv
 
 pytestmark = pytest.mark.needs("torchrl")

@@ -15,7 +15,7 @@ from helpers.comparison import assert_same
 from simulators.dict_rules import DictRules
 
 from marl_parallel import EnvError, ParallelEnv
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 TRAVELS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])

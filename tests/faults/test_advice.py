@@ -25,7 +25,7 @@ from simulators.failing import Fragile, hard_exit, system_exit
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy
 from marl_parallel.backends import launching, memory, spawn
-from marl_parallel.core import advice
+from marl_parallel.core.reports import advice
 
 pytestmark = pytest.mark.release_independent
 

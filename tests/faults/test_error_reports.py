@@ -13,8 +13,8 @@ import pytest
 from helpers.signals import SIGKILL
 
 import marl_parallel
-from marl_parallel.core import reports
 from marl_parallel.core.messages import Failure, Lost
+from marl_parallel.core.reports import reports
 from marl_parallel.core.worker_status import Activity, Running
 
 pytestmark = pytest.mark.release_independent
@@ -52,20 +52,20 @@ BELOW = (OURS, 9, "_advance")
 )
 def test_message_shows_the_simulators_line(frames, place, written):
     """The innermost frame outside Python and installed libraries; none if our own code is to blame."""
-    assert reports.place(written(*frames)) == place
+    assert reports.code_line(written(*frames)) == place
 
 
 def test_message_shows_the_workers_thread():
     theirs = "Thread 0x01 (most recent call first):\n" + faulthandler_dump(("/sim/reader.py", 1, "poll"))
     main = "Current thread 0x02 (most recent call first):\n" + faulthandler_dump(STEP, BELOW)
     for stack in (theirs + "\n" + main, main + "\n" + theirs, "Fatal Python error: Aborted\n\n" + main):
-        assert reports.place(stack) == "line 12 of /sim/road.py"
+        assert reports.code_line(stack) == "line 12 of /sim/road.py"
 
 
 def test_message_uses_the_last_traceback():
     cause = traced(("/sim/cause.py", 1, "load"))
     text = f"{cause}\nThe above exception was the direct cause of the following exception:\n\n{traced(STEP)}"
-    assert reports.place(text) == "line 12 of /sim/road.py"
+    assert reports.code_line(text) == "line 12 of /sim/road.py"
 
 
 def test_message_of_an_exception():

@@ -20,7 +20,7 @@ from simulators.exiting_pickles import EXCEPTIONS, VALUES, WHERE, ExitingPickles
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.cli.check_findings import pickling_error
-from marl_parallel.core import pickling
+from marl_parallel.core.objects import pickling
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 

@@ -26,7 +26,7 @@ from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import source
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import Message, Reply, Request, answer
 from marl_parallel.core.pool import pool as pool_module
 from marl_parallel.core.pool.pool import Pool

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from helpers.setups import Setup
 
 from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, RestartPolicy, Rules, WorkerCrashed, WorkerTimeout
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 
 pytestmark = pytest.mark.release_independent
 

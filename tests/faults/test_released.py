@@ -31,7 +31,7 @@ from simulators.rollouts import TwoAgents
 from simulators.tuple_envs import Foraging
 
 from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartEvent, Rollout, vector
-from marl_parallel.core import stacking
+from marl_parallel.core.block import stacking
 from marl_parallel.monitoring import Monitor
 from marl_parallel.types import installed
 

@@ -28,7 +28,7 @@ from simulators.seeded_faults import Tank, TankDicts
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed, WorkerTimeout, make
 from marl_parallel.cli.replay import Outcome, replay
 from marl_parallel.core.messages import Message
-from marl_parallel.core.replay_file import Crash, read_crash
+from marl_parallel.core.pool.replay_file import Crash, read_crash
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
@@ -174,7 +174,7 @@ def test_requested_restarts(setup, mode, build, again, tmp_path):
 
 
 def test_python_codec(build, again, tmp_path, monkeypatch):
-    monkeypatch.setattr("marl_parallel.core.worker.open_codec", lambda *args, **kwargs: None)
+    monkeypatch.setattr("marl_parallel.core.worker.worker.open_codec", lambda *args, **kwargs: None)
     env = build([Tank] * 2, Setup("serial", True, 1), replay=50, replay_dir=tmp_path)
     with pytest.raises(EnvError) as caught:
         play(env, 300)

@@ -20,8 +20,8 @@ from simulators.importing import Importing, SavesItself, SlowToUnpickle, run
 
 from marl_parallel import ParallelEnv, WorkerTimeout
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core import loading
-from marl_parallel.core.loading import is_past
+from marl_parallel.core.worker import loading
+from marl_parallel.core.worker.loading import is_past
 
 pytestmark = pytest.mark.release_independent
 

@@ -16,8 +16,8 @@ from helpers.setups import BACKEND_SETUPS, Setup
 from simulators.unreadable_values import WHEN, WHERE, Ambiguous, Broken, Gradient, UnreadableValues
 
 from marl_parallel import EnvError, ParallelEnv
-from marl_parallel.core import codec
-from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.statistics import EpisodeStatistics
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 pytestmark = pytest.mark.release_independent

@@ -29,7 +29,7 @@ CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 AVAILABLE = sys.platform == "linux" and SYS_CLONE is not None
 PRELOADED = (
-    *("numpy", "gymnasium", "marl_parallel.core.worker", "marl_parallel.backends.process"),  # as servers do
+    *("numpy", "gymnasium", "marl_parallel.core.worker.worker", "marl_parallel.backends.process"),  # as servers do
     *("psutil", "pytest", "hypothesis"),  # as the test files and simulators that workers import
 )
 _PID = struct.Struct("q")

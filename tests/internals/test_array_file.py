@@ -12,9 +12,9 @@ import pytest
 from helpers.leaks import open_descriptors
 
 from marl_parallel.backends.memory import anonymous_file
-from marl_parallel.core import array_file, pickling
-from marl_parallel.core.array_file import LARGE, ArrayWriter, self_contained
 from marl_parallel.core.messages import Pickled
+from marl_parallel.core.objects import array_file, pickling
+from marl_parallel.core.objects.array_file import LARGE, ArrayWriter, self_contained
 
 pytestmark = pytest.mark.release_independent
 

@@ -12,9 +12,9 @@ from simulators.deterministic import Hunt
 
 from marl_parallel import Backend, ParallelEnv
 from marl_parallel.core.backend import Capabilities
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 pytestmark = pytest.mark.release_independent

@@ -14,8 +14,8 @@ import uuid
 
 import pytest
 
-from marl_parallel.core import classes
-from marl_parallel.core.script_names import names_in_annotations
+from marl_parallel.core.objects import classes
+from marl_parallel.core.objects.script_names import names_in_annotations
 
 MODULE = """
 # A module that both processes import.
@@ -261,7 +261,7 @@ EXPRESSIONS = {
 
 SENDER = """
 import json, subprocess
-from marl_parallel.core.pickling import dumps
+from marl_parallel.core.objects.pickling import dumps
 text = json.load(open("expressions.json"))
 classes = {name: globals()[name] for name in text}
 pickled = [dumps(classes), *map(dumps, reversed(classes.values())), dumps(classes)]
@@ -277,8 +277,8 @@ print("equal")
 
 RECEIVER = """
 import dataclasses, inspect, json, pickle, sys, weakref
-from marl_parallel.core.pickling import loads
-from marl_parallel.core.script_names import open_script_of_worker
+from marl_parallel.core.objects.pickling import loads
+from marl_parallel.core.objects.script_names import open_script_of_worker
 open_script_of_worker()
 import tagging
 for pickled in pickle.load(sys.stdin.buffer):

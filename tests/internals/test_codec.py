@@ -28,11 +28,11 @@ from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules, vector
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
-from marl_parallel.core import codec
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.columns import Layout, damaged
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.block_transitions import BlockTransitions
+from marl_parallel.core.block.columns import Layout, damaged
 from marl_parallel.core.transition import Transition
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 AGENTS = ["a", "b", 3]
@@ -50,8 +50,8 @@ OBSERVATIONS = {
     "text": [BOX, spaces.Text(5), BOX],
 }
 PYTHON = (
-    "records.TransitionRecords.read", "records.TransitionRecords.write", "records.ActionRecords.read",
-    "records.ActionRecords.write_none", "records.ActionRecords.fitting",
+    "block.records.TransitionRecords.read", "block.records.TransitionRecords.write", "block.records.ActionRecords.read",
+    "block.records.ActionRecords.write_none", "block.records.ActionRecords.fitting",
 )  # fmt: skip
 """What reads and writes in place of compiled code."""
 pytestmark = pytest.mark.needs("_codec")
@@ -403,7 +403,7 @@ def looped() -> dict[str, Any]:
 @pytest.mark.parametrize("info", [*INFOS[:7], {"x": [["deep"] * 2] * 3}], ids=str)
 def test_infos_in_the_block(info, monkeypatch):
     """Infos of simple values are not pickled, whatever agents have them."""
-    monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", None)
+    monkeypatch.setattr("marl_parallel.core.worker.worker.dump_leftovers", None)
     flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {"a": info, 3: {}, "more": {"y": info}}
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
     discrete = [spaces.Discrete(3)] * 3

@@ -13,10 +13,10 @@ from gymnasium import spaces
 from helpers.comparison import assert_same
 
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.pickling import loads
-from marl_parallel.core.records import TransitionRecords, dump_leftovers
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import TransitionRecords, dump_leftovers
+from marl_parallel.core.objects.pickling import loads
 from marl_parallel.core.spaces import Mismatch
 from marl_parallel.core.transition import Transition
 

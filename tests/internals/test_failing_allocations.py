@@ -23,8 +23,8 @@ from helpers.comparison import assert_same
 from helpers.exchange import Exchange
 
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core import codec
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import Transition
 
@@ -311,7 +311,7 @@ def test_write(agents, all_count):
 
 def test_write_arrays():
     records = Records(acted=spaces.Discrete(9))
-    columns = records.layout.actions.places_of([AGENTS])
+    columns = records.layout.actions.targets_of([AGENTS])
     values = [np.arange(RECORDS * len(AGENTS), dtype=np.int32).reshape(RECORDS, len(AGENTS))]
 
     def write() -> Any:

@@ -14,9 +14,9 @@ from simulators.failing import Fragile
 from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.process import Channel
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.records import FLOATS, REWARD_TYPES, WRITTEN
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import FLOATS, REWARD_TYPES, WRITTEN
 from marl_parallel.core.transition import Transition, check_infos
 
 pytestmark = pytest.mark.needs("_codec")

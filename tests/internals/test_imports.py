@@ -66,7 +66,7 @@ CLOCKLESS = [path for path in FILES if path.parent.name == "pool" and path.name 
 """A replay has the time at which it is written."""
 
 
-@pytest.mark.parametrize("path", [*CLOCKLESS, PACKAGE / "core" / "worker.py"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*CLOCKLESS, PACKAGE / "core" / "worker" / "worker.py"], ids=lambda path: path.stem)
 def test_the_pool_reads_no_clock_of_its_own(path):
     """The time comes from `Backend.clock`, and in workers from `WorkerStatus.clock`, so that a test can own it."""
     tree = ast.parse(path.read_text())

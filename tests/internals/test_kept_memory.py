@@ -13,7 +13,7 @@ from gymnasium import spaces
 from helpers.array_memory import handler_name
 
 from marl_parallel import ParallelEnv, vector
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 
 pytestmark = [pytest.mark.needs("_codec"), pytest.mark.release_independent]
 

@@ -12,9 +12,9 @@ from simulators.every_space import draw, shared
 
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import ActionRecords, TransitionRecords
 from marl_parallel.core.transition import Transition
 
 pytestmark = pytest.mark.release_independent

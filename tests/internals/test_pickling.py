@@ -17,8 +17,8 @@ import cloudpickle
 import pytest
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core import classes, pickling
-from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.objects import classes, pickling
+from marl_parallel.core.objects.pickling import dumps, loads
 
 SIMULATORS = """
 import gymnasium
@@ -128,7 +128,7 @@ def test_class_is_rebuilt_after_a_failed_unpickling(falling):
     )
     pickled = dumps(rebuilt)
     program = (
-        "import sys, types; from marl_parallel.core.pickling import loads\n"
+        "import sys, types; from marl_parallel.core.objects.pickling import loads\n"
         f"pickled = {pickled!r}\n"
         "for _ in range(2):\n"
         "    try:\n        loads(pickled)\n    except ModuleNotFoundError as error:\n        print(error.name)\n"

@@ -9,10 +9,10 @@ import pytest
 from gymnasium import spaces
 
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import ActionRecords, RecordSlices, TransitionRecords
 from marl_parallel.core.messages import Message
-from marl_parallel.core.records import ActionRecords, RecordSlices, TransitionRecords
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 

@@ -18,12 +18,12 @@ from helpers.launching import linux_only
 
 from marl_parallel import Rules
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core import codec
-from marl_parallel.core.arrays import BlockArrays
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.columns import Layout, damaged
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.arrays import BlockArrays
+from marl_parallel.core.block.block_transitions import BlockTransitions
+from marl_parallel.core.block.columns import Layout, damaged
+from marl_parallel.core.block.records import WRITTEN, TransitionRecords, dump_leftovers
 from marl_parallel.core.pool.slots import Slot
-from marl_parallel.core.records import WRITTEN, TransitionRecords, dump_leftovers
 from marl_parallel.core.spaces import Mismatch
 from marl_parallel.core.transition import Transition
 from marl_parallel.types import StepTimes

@@ -7,7 +7,7 @@ import linecache
 import pytest
 
 from marl_parallel.core.messages import Lost, LostServer
-from marl_parallel.core.reports import environments, manner_of_death, with_code
+from marl_parallel.core.reports.reports import environments, manner_of_death, with_code
 
 pytestmark = pytest.mark.release_independent
 

@@ -9,10 +9,10 @@ from gymnasium.vector import AutoresetMode
 from mpe2 import simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 
-from marl_parallel.core.messages import STEP_ALL, Block, Construction, Message, Reply, Request
-from marl_parallel.core.pickling import dumps
-from marl_parallel.core.records import ActionRecords
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.block.records import ActionRecords
+from marl_parallel.core.messages import STEP_ALL, BlockSettings, Construction, Message, Reply, Request
+from marl_parallel.core.objects.pickling import dumps
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 
@@ -42,7 +42,9 @@ def test_a_step_of_all_is_in_the_order_of_the_environments():
     for env_id in (1, 0):
         construction = Construction({env_id: construct}, {env_id: env_id}, AutoresetMode.SAME_STEP, None)
         worker.execute(Request(Message.ACCESS, (env_id,), construction), replies.append)
-    worker.execute(Request(Message.ATTACH, None, Block(2, arrays=True, compiled=True, infos=True)), replies.append)
+    worker.execute(
+        Request(Message.ATTACH, None, BlockSettings(2, arrays=True, compiled=True, infos=True)), replies.append
+    )
     worker.execute(Request(Message.RESET, (1, 0), dict.fromkeys((0, 1), dumps({}))), replies.append)
     worker.execute(STEP_ALL, replies.append)
     failures = [failure.traceback for reply in replies for failure in reply.failures.values()]

@@ -26,7 +26,7 @@ from simulators.variable_agents import VariableAgents
 from marl_parallel import ParallelEnv
 from marl_parallel.action_masks import ActionSampler, for_sample, mask_of
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
-from marl_parallel.cli.check import Actor
+from marl_parallel.cli.check import RandomActions
 from marl_parallel.cli.measure import adapted_for_loop
 from marl_parallel.sources.native import Received
 from marl_parallel.vector import PettingZooVecEnv
@@ -247,11 +247,11 @@ ODD = [
 def test_actor_ignores_masks_of_another_form(acts, mask):
     found = mask_of(None, {"action_mask": mask})
     assert acts.contains(acts.sample(for_sample(acts, found)))
-    assert {*Actor({"a": acts}, 0)(["a"], {}, {"a": {"action_mask": mask}})} == {"a"}
+    assert {*RandomActions({"a": acts}, 0)(["a"], {}, {"a": {"action_mask": mask}})} == {"a"}
 
 
 def test_mask_that_allows_nothing_does_not_select_action_zero():
-    actor = Actor({"a": spaces.Discrete(5)}, 0)
+    actor = RandomActions({"a": spaces.Discrete(5)}, 0)
     nothing = {"a": {"action_mask": np.zeros(5, np.int8)}}
     assert {int(actor(["a"], {}, nothing)["a"]) for _ in range(50)} == {0, 1, 2, 3, 4}
 

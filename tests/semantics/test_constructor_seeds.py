@@ -17,7 +17,7 @@ from simulators.registered import Scenario
 
 from marl_parallel import ParallelEnv, make
 from marl_parallel.adapters.attributes import reset_keywords, signature
-from marl_parallel.core.constructors import construct_one
+from marl_parallel.core.worker.constructors import construct_one
 
 pytestmark = pytest.mark.in_turn
 

@@ -22,7 +22,7 @@ from simulators.teams import Convoy, Foragers, Patrol, PettingZooTeam, Reporting
 from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded, Rollout, make
 from marl_parallel.adapters import DictEnv, adapt
 from marl_parallel.cli.replay import Outcome, replay
-from marl_parallel.core.replay_file import read_crash
+from marl_parallel.core.pool.replay_file import read_crash
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, PyMARLConnections, ShareVecEnv, StackedVecEnv
 from marl_parallel.wrappers import pad_spaces
 

@@ -14,12 +14,12 @@ from helpers.comparison import assert_same, spoil
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core import reports
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.episode import dicts_of, is_over
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import TransitionRecords
+from marl_parallel.core.reports import reports
 from marl_parallel.core.transition import Transition, copied_dicts
+from marl_parallel.core.worker.env_runner import dicts_of, is_over
 
 pytestmark = pytest.mark.release_independent
 
@@ -247,7 +247,7 @@ def ends(steps: Any, infos: Any = None, **keywords: Any) -> list[bool]:
 @pytest.mark.parametrize("name", [*WITHOUT_END, *WITH_END])
 def test_an_episode_without_agents_and_without_end_is_a_warning(name, compiled, infos, monkeypatch, caplog):
     if not compiled:
-        monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+        monkeypatch.setattr("marl_parallel.core.block.codec.Codec", None)
     over = ends({**WITHOUT_END, **WITH_END}[name], infos)
     texts = [record.getMessage() for record in caplog.records if record.name == "marl_parallel"]
     if name in WITH_END:

@@ -19,8 +19,8 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.crashing import seed_of
 
 from marl_parallel import ParallelEnv, RecyclePolicy
-from marl_parallel.core import generators
-from marl_parallel.core.generators import GeneratorStates, seed_generators
+from marl_parallel.core.worker import generators
+from marl_parallel.core.worker.generators import GeneratorStates, seed_generators
 from marl_parallel.types import installed
 
 HAS_TORCH = installed("torch")

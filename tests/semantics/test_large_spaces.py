@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel.core import schema, worker
+from marl_parallel.core import schema
 from marl_parallel.core.schema import dumps_compactly, equal
+from marl_parallel.core.worker import worker
 
 pytestmark = pytest.mark.in_turn
 

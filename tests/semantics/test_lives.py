@@ -135,7 +135,7 @@ NOTHING = [Stacked(tuple(AGENTS), np.zeros((3, 3), np.int64))]
 @pytest.mark.parametrize("seed", range(4))
 def test_arrays_say_what_a_step_means_in_each_life(seed, mode, how, monkeypatch):
     if how == "python":
-        monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+        monkeypatch.setattr("marl_parallel.core.block.codec.Codec", None)
     numbers = [3 * seed + place for place in range(3)]
     where: dict[str, Any] = {"num_workers": 2} if how == "processes" else {"backend": "serial"}
     env = ParallelEnv(

@@ -33,7 +33,7 @@ from simulators.counting import ACTIONS, AGENTS, Counting
 from simulators.crashing import Fate, crashing
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, StepTimes, make
-from marl_parallel.core.worker_status import duration_place
+from marl_parallel.core.worker_status import duration_index
 from marl_parallel.monitoring import Monitor
 
 pytestmark = pytest.mark.release_independent
@@ -83,14 +83,14 @@ def value(samples: dict, name: str, **labels: Any) -> float:
 @given(st.floats(0.0, 1e6))
 def test_place_of_a_duration(seconds):
     bounds = [0.0, *StepTimes.bounds()[1:], math.inf]
-    place = duration_place(seconds)
+    place = duration_index(seconds)
     assert bounds[place] <= seconds < bounds[place + 1]
 
 
 @given(st.lists(st.floats(1e-6, 200.0), min_size=1, max_size=50), st.floats(0.01, 1.0))
 def test_quantiles(durations, fraction):
     """Within the range of counting, a fourth of an octave: at most 25 % above the shortest duration in it."""
-    counts = Counter(map(duration_place, durations))
+    counts = Counter(map(duration_index, durations))
     times = StepTimes(tuple(counts[place] for place in range(StepTimes.SIZE)))
     assert times.total == len(durations)
     exact = float(np.quantile(durations, fraction, method="inverted_cdf"))
@@ -106,7 +106,7 @@ def test_step_times(setup, build):
 
 
 def test_step_times_in_python(build, monkeypatch):
-    monkeypatch.setattr("marl_parallel.core.worker.open_codec", lambda *args, **kwargs: None)
+    monkeypatch.setattr("marl_parallel.core.worker.worker.open_codec", lambda *args, **kwargs: None)
     check_step_times(build, Setup("serial", True, 2))
 
 

@@ -28,7 +28,7 @@ from simulators.one_object import (
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
-from marl_parallel.core.neighbours import process_settings
+from marl_parallel.core.worker.neighbours import process_settings
 
 pytestmark = pytest.mark.release_independent
 

@@ -14,7 +14,7 @@ from helpers.comparison import assert_same
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters.dict_env import DictEnv
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from marl_parallel.vector import ArrayStepper
 
 pytestmark = pytest.mark.release_independent

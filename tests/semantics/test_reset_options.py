@@ -16,8 +16,8 @@ from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters import DictEnv
-from marl_parallel.core.constructors import call_constructor
-from marl_parallel.core.pickling import same
+from marl_parallel.core.objects.pickling import same
+from marl_parallel.core.worker.constructors import call_constructor
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 
 LOCK = {"lock": threading.Lock()}

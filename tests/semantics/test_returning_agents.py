@@ -13,7 +13,7 @@ from simulators.crashing import Fate, crashing
 from simulators.returning_agents import AGENTS, LENGTH, ReturningAgents, ReturningPettingZooAgents
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]

@@ -24,7 +24,7 @@ from simulators.variable_agents import VariableAgents, VariableDictAgents
 
 from marl_parallel import Extra, ParallelEnv, Rollout, gae
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 

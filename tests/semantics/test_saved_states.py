@@ -36,13 +36,13 @@ from simulators.saved import (
 )
 
 from marl_parallel import ParallelEnv, RecyclePolicy, RestartLimitExceeded, RestartPolicy
-from marl_parallel.core.generators import GeneratorStates, current_states
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
 from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
+from marl_parallel.core.worker.generators import GeneratorStates, current_states
 
 pytestmark = [pytest.mark.in_turn, pytest.mark.release_independent]
 

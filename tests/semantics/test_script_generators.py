@@ -25,7 +25,7 @@ from marl_parallel import EnvError, ParallelEnv, RecyclePolicy
 from marl_parallel.adapters import adapt
 from marl_parallel.cli.replay import Outcome
 from marl_parallel.cli.replay import replay as replay_file
-from marl_parallel.core.replay_file import read_crash
+from marl_parallel.core.pool.replay_file import read_crash
 from marl_parallel.types import installed
 
 pytestmark = pytest.mark.release_independent

@@ -166,8 +166,8 @@ def test_environments_that_remember_options(backend_setup, build):
 @ANY_MODE
 def test_replay_repeats_the_options_of_the_episode(mode, parallel, tmp_path):
     """Also if they were set after the episode had begun."""
-    import marl_parallel.core.replay_file as files
-    from marl_parallel.core.pickling import loads
+    import marl_parallel.core.pool.replay_file as files
+    from marl_parallel.core.objects.pickling import loads
 
     env = parallel(Course, 2, mode, on_error="restart", replay=10, replay_dir=tmp_path)
     env.set_reset_options(HARD)

@@ -16,10 +16,11 @@ from simulators.vector_rewards import LENGTH, Couriers, ScriptedRewards, Summed,
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core import codec, pickling
-from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.block import codec
+from marl_parallel.core.block.codec import open_codec
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import TransitionRecords
+from marl_parallel.core.objects import pickling
 from marl_parallel.core.transition import Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 from marl_parallel.vector.scalarize import as_number, reward_rules
@@ -70,7 +71,9 @@ def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     env = parallel(Couriers, 2, True)
     env.reset()
     pickled: list[Any] = []
-    monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers) or b"")
+    monkeypatch.setattr(
+        "marl_parallel.core.worker.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers) or b""
+    )
     for _ in range(LENGTH - 1):
         env.step([dict.fromkeys(acting, 1) for acting in env.acting])
     assert pickled == []

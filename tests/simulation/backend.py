@@ -20,10 +20,10 @@ import numpy as np
 
 from marl_parallel import Backend
 from marl_parallel.core.backend import Capabilities, most_workers
-from marl_parallel.core.caller_settings import WorkerSettings
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.block.columns import Layout
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
-from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker.caller_settings import WorkerSettings
+from marl_parallel.core.worker.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
 from simulation.model import Wrong

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from simulation.backend import Stuck
 from simulation.schedule import run
 

@@ -31,10 +31,10 @@ from marl_parallel import (
     WorkerCrashed,
     WorkerTimeout,
 )
-from marl_parallel.core import codec
 from marl_parallel.core.backend import share_out
-from marl_parallel.core.pickling import loads
-from marl_parallel.core.replay_file import Crash, read_crash
+from marl_parallel.core.block import codec
+from marl_parallel.core.objects.pickling import loads
+from marl_parallel.core.pool.replay_file import Crash, read_crash
 from marl_parallel.types import RestartEvent
 from marl_parallel.vector import Arrays, ArrayStepper
 from simulation.backend import REFUSED, Fault, Rates, SimulatedBackend

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from helpers import ROOT
 
-from marl_parallel.core import codec
+from marl_parallel.core.block import codec
 from marl_parallel.core.pool import replacement, slots
 from simulation.mutants import MUTATIONS
 from simulation.mutations import mutated

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from marl_parallel.core.log_records import RING_NBYTES, Ring
+from marl_parallel.core.reports.log_records import RING_NBYTES, Ring
 from simulators.counting import Counting
 
 

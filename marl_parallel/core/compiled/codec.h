@@ -1,11 +1,11 @@
 /* Converts actions and transitions between Python objects and the block of shared memory. Also waits for processes:
    `try_for`, and `exchange` for a step of all environments.
 
-   A `Codec` does for many environments in one call what `block_transitions.py` and `episode.py` do for one:
+   A `Codec` does for many environments in one call what `block_transitions.py` and `env_runner.py` do for one:
 
        caller   write, write_arrays   actions into records        read, read_arrays   records into dicts, or into arrays
        worker   run     actions out of records, the simulator's step, its transition into the record
-                put     a transition that `Episode` has interpreted, such as the transition of a reset
+                put     a transition that `EnvRunner` has interpreted, such as the transition of a reset
 
    A function stops at a case that it does not support, or leaves it out, and returns the place: Python continues there.
    So the results are the same as with Python alone (`MARL_PARALLEL_PURE=1`). Infos of simple values lie in the block,
@@ -14,7 +14,7 @@
 
    This code supports every transition of agents that are known beforehand, with values that fit their columns: any
    agents may be in any dict, die, come late and come back, and the next episode may begin in the same step. For `run`,
-   `lives` has which agents are alive, by the rules of `Episode`. Python handles the end of an episode, agents that come
+   `lives` has which agents are alive, by the rules of `EnvRunner`. Python handles the end of an episode, agents that come
    back, and adapters with methods to call. For the caller, `states` has who is alive and acts after the latest read.
 
    The most frequent transition is plain, and has a fast path: every agent is in every dict, in order; all rewards are
@@ -25,7 +25,7 @@
    The header of a transition: a code of 8 bytes, rewards 8n, types of rewards n, terminated n + 1, truncated n + 1,
    presence n, events n, for the n agents. The code is written last. Its bits are below; the code of a plain transition also has
    the type of the rewards, the type of the flags, and the turn. The events say what the transition means in each
-   agent's life; `Episode` decides the same.
+   agent's life; `EnvRunner` decides the same.
 
    Built for the limited API of Python 3.10: one module for all later releases. Its files, each of one subject:
 

@@ -76,7 +76,7 @@ static int add_to_info(PyObject *infos, PyObject *key, PyObject *name, PyObject 
     return has_it != 0 ? (has_it < 0 ? -1 : 0) : PyDict_SetItem(info, name, value);
 }
 
-/* Add last observations and the infos of an automatic reset, as `with_final` in `episode.py` does. */
+/* Add last observations and the infos of an automatic reset, as `with_final` in `env_runner.py` does. */
 static int add_finals(const Codec *codec, const Header *header, char *record, int copy, PyObject *infos, PyObject *reset) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         if (!(header->presence[i] & FINAL_BIT)) continue;

@@ -2,7 +2,7 @@
 
 #include "codec.h"
 
-/* Count a step by its seconds, like `duration_place` in `worker_status.py`. */
+/* Count a step by its seconds, like `duration_index` in `worker_status.py`. */
 static void count_step(int64_t *times, double seconds) {
     int64_t bits;
     memcpy(&bits, &seconds, sizeof bits);

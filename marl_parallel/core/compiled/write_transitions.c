@@ -254,7 +254,7 @@ static void hold(const Codec *codec, const Draft *draft, int on) {
     }
 }
 
-/* Which agents are alive after a step, and the events in their lives, by the rules of `Episode`; LEFT if an agent has
+/* Which agents are alive after a step, and the events in their lives, by the rules of `EnvRunner`; LEFT if an agent has
    come back after its end. */
 static Outcome note_lives(const Codec *codec, const unsigned char *before, const Draft *draft) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
@@ -351,7 +351,7 @@ static Outcome write_header(const Codec *codec, char *record, const Draft *draft
 }
 
 /* Write any transition of known agents and numbers whose episode goes on, and update who is alive. `rules` are those of
-   the attribute `fast` of `Episode`. */
+   the attribute `fast` of `EnvRunner`. */
 Outcome write_any(const Codec *codec, char *record, PyObject *result, PyObject *rules, unsigned char *before,
                          PyObject *is_forked) {
     if (!PyTuple_CheckExact(result) || PyTuple_Size(result) != 5 || codec->observations == NULL) return LEFT;

@@ -70,7 +70,7 @@ class Extension:
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         """The caller begins a step or reset of environments, whose slots are busy now; returns the env ids to send to.
 
-        The slots of the others are in a state of `replacement.py`: this extension brings their results.
+        For each env id that is left out, this extension calls `Pool.finish` later, or sends the request then.
         """
         return env_ids
 
@@ -85,9 +85,9 @@ class Extension:
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         """A worker has carried out a step or reset; returns the caller's `result`, or `HELD` to hand it over later.
 
-        Not called for results that extensions pass to `Pool.finish`. It may be called twice for one step:
-        where recycling holds a result back, extensions before it get that result, and later the same one again or the
-        first one of the new environment. With NEXT_STEP, a step that only resets is a STEP.
+        Not called for results that extensions pass to `Pool.finish`. It may be called twice for one step: where
+        recycling holds a result back, extensions before it get that result now, and a second one when it is released:
+        the same one, or the first one of the new environment. With NEXT_STEP, a step that only resets is a STEP.
 
         Args:
             slot: The environment. `slot.request` is STEP or RESET.

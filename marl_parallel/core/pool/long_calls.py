@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from marl_parallel.core import reports
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.timeouts import LIMITED_BY
-from marl_parallel.core.reports import LongCall, logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.reports import LongCall, logger
 from marl_parallel.core.worker_status import Activity
 
 _LOOK_EVERY_S = 1.0

@@ -23,10 +23,9 @@ from typing import Any, cast
 
 from gymnasium.error import ClosedEnvironmentError
 
-from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Reply, Request, name_of
-from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.objects.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks
 from marl_parallel.core.pool.slots import (
     STEPS_AND_RESETS,
@@ -38,13 +37,14 @@ from marl_parallel.core.pool.slots import (
     State,
     WorkerQueue,
 )
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
-_NO_EXTRAS: Mapping[int, Any] = {}
+_NO_LEFTOVERS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
 _FIRST_WAIT_S = 0.02  # for the replies to a step of all environments, before extensions look at the time
 _CLOSE_IN_LINE_WITHIN_S = 1.0
@@ -91,7 +91,7 @@ class Pool(Source):
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._done = 0  # how many slots are done
-        self._by_worker: Mapping[int, Request] = {}  # a step of which only `WorkerQueue.posted` is noted
+        self._by_worker: Mapping[int, Request] = {}  # a step of which only `WorkerQueue.posted` is recorded
         self.latest: dict[int, bytes] = {}
         self.replaced: dict[int, bytes] = {}
         self.unfinished: dict[int, bytes] = {}
@@ -155,8 +155,9 @@ class Pool(Source):
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
         """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results.
 
-        A step of all environments is the most frequent call. Unless an extension sees it, it is noted by worker alone,
-        and slots only if a reply is not `STEPPED`, or comes late. The frame is the same as in `in_call`.
+        A step of all environments is the most frequent call. Unless an extension sees it, it is recorded by worker,
+        and in slots only if a reply is not `STEPPED`, or does not come within the wait that follows. The frame is the
+        same as in `in_call`.
         """
         if self.around is not None and (context := self.around(_WAITING_FOR[message])):
             with context:
@@ -186,8 +187,8 @@ class Pool(Source):
                 queues[worker].posted += 1
             self._by_worker = requests
             if self.backend.step_all(requests, _FIRST_WAIT_S) and not self.closed:
-                self._by_worker = _NO_EXTRAS
-                return _NO_EXTRAS
+                self._by_worker = _NO_LEFTOVERS
+                return _NO_LEFTOVERS
             return self._finish_run(requests)
         except BaseException as error:
             self._close_after(error)
@@ -254,12 +255,12 @@ class Pool(Source):
     # -- sending and receiving -------------------------------------------------------------------------------------
 
     def _finish_run(self, requests: Mapping[int, Request]) -> Mapping[int, Any]:
-        """Receive a step of all environments that is noted by worker alone."""
+        """Receive a step of all environments that is recorded by worker alone."""
         for worker, request in requests.items():
             queue = self.queues[worker]
             queue.requests.append(Pending(request, queue.posted, self.called, None, True))
             queue.since = self.called
-        self._by_worker = _NO_EXTRAS
+        self._by_worker = _NO_LEFTOVERS
         replies = self.backend.wait(self._patience(None), len(requests))
         leftovers: dict[int, bytes] = {}
         complete, are_seen = len(replies) == len(requests) and not self.closed, self._hooks.of(Extension.on_result)
@@ -271,10 +272,11 @@ class Pool(Source):
             for worker in requests:
                 self.queues[worker].requests.clear()
             if not leftovers:
-                return _NO_EXTRAS
+                return _NO_LEFTOVERS
             self.latest.update(leftovers)
             return {env_id: self.read(env_id, result) for env_id, result in leftovers.items()}
-        self._note_sent(Message.STEP, range(self.batch_size))
+        # Without `before_send`: no extension sees steps now, so none holds one back.
+        self._mark_sent(Message.STEP, range(self.batch_size))
         self.apply(replies)
         self._look()
         return self._all_leftovers()
@@ -286,7 +288,7 @@ class Pool(Source):
         return leftovers
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
-        self._note_sent(message, env_ids)
+        self._mark_sent(message, env_ids)
         for before_send in self._hooks.of(Extension.before_send):
             env_ids = before_send(message, env_ids, payloads)
         alone = together and not any(queue.requests for queue in self.queues.values())
@@ -298,7 +300,7 @@ class Pool(Source):
             env_ids = later.before_send(message, env_ids, payloads)
         return env_ids
 
-    def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
+    def _mark_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:
             slot = self.slots[env_id]
             slot.request, slot.state = message, State.BUSY
@@ -561,8 +563,8 @@ class Pool(Source):
         finally:
             del error  # as `fault` says
 
-    def note_dealt_with(self, error: ParallelEnvError) -> None:
-        """Note that environments are rebuilt after a fault; a call or restart that waits for them raises the error."""
+    def mark_handled(self, error: ParallelEnvError) -> None:
+        """Record that environments are rebuilt after a fault; a call or restart that waits for them raises it."""
         self.seeds_stale = True
         if self._errors is not None:
             self._errors.append(error)
@@ -582,14 +584,14 @@ class Pool(Source):
             return ()
         return env_ids[: env_ids.index(last) + (running is None)]
 
-    def note_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
-        """Note that environments are new, or will be; their caller still receives `ends` ends of older episodes."""
+    def announce_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
+        """Call `on_rebuild`: environments are new, or will be; the caller still gets `ends` ends of older episodes."""
         for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
         self.seeds_stale = True
 
-    def note_outdated(self, env_ids: Sequence[int]) -> None:
-        """Note that the arguments of constructions have changed, such as the seeds of these environments."""
+    def announce_outdated(self, env_ids: Sequence[int]) -> None:
+        """Call `on_outdated`: the arguments of constructions have changed, such as the seeds of these environments."""
         for on_outdated in self._hooks.of(Extension.on_outdated):
             on_outdated(env_ids)
 
@@ -610,7 +612,7 @@ class Pool(Source):
         return {worker: queue.share for worker, queue in self.queues.items() if queue.share}
 
     def position(self, worker: int) -> int:
-        """The place of a worker in statistics and traces: its number, or the number of the worker that it replaced."""
+        """The index of a worker in statistics and traces: its number, or the number of the worker that it replaced."""
         return self.queues[worker].position
 
     def set_share(self, worker: int, share: Sequence[int]) -> None:
@@ -771,7 +773,7 @@ class Pool(Source):
                     pending.discard(worker)
                     self.queues[worker].requests.clear()
                     failures.update(reply.failures)
-                    self.note_closed(worker, reply)
+                    self.announce_closed(worker, reply)
             self._look()
         if pending:
             logger.warning(
@@ -784,8 +786,8 @@ class Pool(Source):
         first = min(failures)
         return reports.env_error(first, self.slots[first].worker, failures[first])
 
-    def note_closed(self, worker: int, reply: Reply) -> None:
-        """Note that a worker has closed its environments."""
+    def announce_closed(self, worker: int, reply: Reply) -> None:
+        """Call `on_close`: a worker has closed its environments."""
         for on_close in self._hooks.of(Extension.on_close):
             on_close(worker, reply)
 
@@ -795,7 +797,7 @@ class Pool(Source):
             return
         while_closing, in_line = None, self.backend.in_line  # only a close frees what simulators hold in this process
         try:
-            self.note_cause(error)
+            self.record_cause(error)
             self._on_error(error)
         finally:  # also after a second Ctrl-C
             if isinstance(error, WorkerTimeout):
@@ -846,6 +848,6 @@ class Pool(Source):
 
     def abandon(self) -> None:
         """In a forked child process: count as closed, and touch nothing that the parent still uses."""
-        self.note_fork()
+        self.mark_forked()
         self.closed = self.freed = True
         self.backend.abandon()

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import merged_options
+from marl_parallel.core.block.block_transitions import BlockTransitions
 from marl_parallel.core.messages import (
     Begins,
-    Block,
+    BlockSettings,
     Construct,
     Construction,
     Failure,
@@ -22,17 +21,18 @@ from marl_parallel.core.messages import (
     Refusal,
     Reply,
 )
-from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.objects.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.replacement import Event
 from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.slots import Slot
+from marl_parallel.core.worker.env_runner import merged_options
 from marl_parallel.types import WorkerStats
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _RebuildState:
     """The rebuilds and options of one environment."""
 
     count: int = 0  # how often it has been constructed again, for whatever reason
@@ -65,7 +65,7 @@ class Rebuilds(Extension):
         pool: Pool,
         transitions: BlockTransitions,
         construction: Construction,
-        block: Block,
+        block: BlockSettings,
         base_seed: int | None,
         *,
         options_last: bool,
@@ -74,7 +74,7 @@ class Rebuilds(Extension):
         self._pool, self._transitions, self._block, self._settings = pool, transitions, block, settings
         self.construction, self.base_seed, self._options_last = construction, base_seed, options_last
         self.traced, self.outputs = False, Outputs()
-        self._records = [_Record() for _ in pool.slots]
+        self._records = [_RebuildState() for _ in pool.slots]
 
     def options(self, env_id: int) -> bytes | None:
         """The options of every reset of an environment that passes none, pickled; None if there are none."""
@@ -158,13 +158,13 @@ class Rebuilds(Extension):
             self._pool.slots[env_id].note(Event.REPLACED)
             self.add(env_id, "request")
             payload[env_id] = self.request(env_id, self.count(env_id), Begins.WITH_RESET)
-        self._pool.note_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))
-        self._transitions.note_constructed(env_ids)
+        self._pool.announce_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))
+        self._transitions.mark_constructed(env_ids)
         try:
             self._pool.execute(self._pool.requests(Message.CONSTRUCT, env_ids, payload, each=True), self._on_rebuilt)
         finally:
             if not self._pool.closed:
-                self._pool.note_outdated(env_ids)
+                self._pool.announce_outdated(env_ids)
 
     def _on_rebuilt(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         failures.update(refusals(reply))
@@ -175,7 +175,7 @@ class Rebuilds(Extension):
 
     def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         count, restarts, remembered, options = saved
-        self._records[slot.env_id] = _Record(count, Counter(restarts), remembered, options)
+        self._records[slot.env_id] = _RebuildState(count, Counter(restarts), remembered, options)
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         kinds = sum([self._records[env_id].restarts for env_id in env_ids], Counter[str]())

@@ -7,9 +7,10 @@ at its next end of an episode, or at the caller's reset; with `max_episodes`, af
     end of the episode -> TAKE_OVER    or the caller's RESET: the first result of the new one is the caller's
     all have moved -> CLOSE            the old worker ends
 
-The next standby starts only after the old worker has ended. An environment that is past its limit again goes on while
-a slow neighbour has not moved, as of the beginning of the present call, so that the order of replies does not matter.
-If all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
+The next standby starts only after the old worker has ended. If neighbours were still in the old worker when the call
+began, an environment that is past its limit again stays where it is. This is decided once per call, so results do not
+depend on which reply comes first. If all have moved, an environment that has had its `max_episodes` waits for the end
+of the old worker.
 
 Environments of workers that leave their machines (`Backend.leaving`) move in the same way. Workers in the caller's own
 thread keep their environments.
@@ -23,18 +24,18 @@ from typing import Any
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core import reports
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import joined, last_of, with_common
+from marl_parallel.core.block.block_transitions import BlockTransitions
 from marl_parallel.core.messages import Begins, Failure, Message, Reply, Request
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.objects.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
 from marl_parallel.core.pool.replacement import Action, Event, Present, Successor
 from marl_parallel.core.pool.slots import Mark, Owed, Slot, State
-from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.reports import first_line, logger
 from marl_parallel.core.transition import NOTHING
+from marl_parallel.core.worker.env_runner import joined, last_of, with_common
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
 _REPLACED_ALREADY = "This worker's environments had already been replaced"
@@ -46,7 +47,7 @@ _MB = 1e6
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _RecyclingState:
     """One environment."""
 
     built: float  # when the present environment was constructed, or took its place
@@ -61,7 +62,7 @@ class _Standby:
     worker: int
     of: Sequence[Slot]  # all environments of that worker; those that have moved have no successor
     since: float = 0.0  # when the latest request to construct one was posted
-    is_due: bool = False  # whether they move at the next ends of episodes
+    past_limit: bool = False  # whether all move at the next ends of episodes, whatever `max_episodes` says
 
     @property
     def left(self) -> list[Slot]:
@@ -93,7 +94,7 @@ class Recycling(Extension):
         self._pool, self._rebuilds, self._transitions, self._policy = pool, rebuilds, transitions, policy
         self._backend, self._ended, self._build_s = pool.backend, transitions.statistics.ended, build_s
         now = pool.clock()
-        self._records = [_Record(now) for _ in pool.slots]
+        self._records = [_RecyclingState(now) for _ in pool.slots]
         self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
         self._closing: dict[int, tuple[int, float]] = {}  # by worker without environments: its position, its deadline
         self._split: frozenset[int] = frozenset()  # positions of half-done moves when the present call began
@@ -113,7 +114,7 @@ class Recycling(Extension):
         self._look_at_limits(now)
         if too_large := self._too_large():
             self._next_look = 0.0  # `look` ends them, since hooks of `send` must not raise faults
-        is_due = any(standby.is_due for standby in self._standbys.values())
+        is_due = any(standby.past_limit for standby in self._standbys.values())
         self.sees_steps = bool(too_large) or is_due or self._may_move
 
     def patience(self, now: float) -> float | None:
@@ -146,21 +147,21 @@ class Recycling(Extension):
                 standby = None
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
-            if standby is None and self._has_standbys(position) and self._may_begin(position, now):
+            if standby is None and self._may_have_standbys(position) and self._may_begin(position, now):
                 if past or self._waiting(slots) or self._is_soon(slots, now):
                     self._begin_standby(position)
                 standby = self._standbys.get(position)
             if standby is not None:
-                standby.is_due |= standby.is_ready and past
+                standby.past_limit |= standby.is_ready and past
                 if standby.is_ready:
                     missing = [slot for slot in slots if slot.successor is Successor.MISSING]
                     again = missing if self._may_try(position, now) else self._waiting(missing)
-                    self._construct(standby, again, Event.BEGINS)
+                    self._apply_event(standby, again, Event.BEGINS)
         limit = self._policy.max_episodes
         self._may_move = any(
             (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
             for slot in self._pool.slots
-            if self._has_standbys(self._pool.position(slot.worker))
+            if self._may_have_standbys(self._pool.position(slot.worker))
         )
         is_ending = any(not self._pool.queues[worker].requests for worker in self._closing)
         self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
@@ -198,10 +199,13 @@ class Recycling(Extension):
                 return True
         return False
 
-    def _moves(self, slot: Slot, *, ends: int) -> bool:
-        """Whether an environment moves before its next episode; `ends` ended episodes are not counted yet."""
+    def _begin_if_due(self, slot: Slot, *, ends: int) -> bool:
+        """Start the standby of an environment that has had its `max_episodes`; returns whether it moves now.
+
+        `ends` ended episodes are not counted yet.
+        """
         position, now = self._pool.position(slot.worker), self._pool.clock()
-        if not self._has_standbys(position):
+        if not self._may_have_standbys(position):
             return False
         limit = self._policy.max_episodes
         has_had_all = limit is not None and self._episodes(slot) + ends >= limit
@@ -214,11 +218,11 @@ class Recycling(Extension):
             standby = self._standbys.get(position)
         if standby is None or slot.successor in (Successor.NONE, Successor.MISSING):
             return False
-        return has_had_all or (standby.is_due and standby.is_ready)
+        return has_had_all or (standby.past_limit and standby.is_ready)
 
     # -- standbys ------------------------------------------------------------------------------------------------------
 
-    def _has_standbys(self, position: int) -> bool:
+    def _may_have_standbys(self, position: int) -> bool:
         """Whether the environments of a worker can move to another one."""
         return position not in self._backend.in_line
 
@@ -243,10 +247,10 @@ class Recycling(Extension):
                 self._stay(slot)
             return
         self._standbys[position] = standby = _Standby(number, [self._pool.slots[env_id] for env_id in env_ids])
-        self._construct(standby, standby.of, Event.BEGINS)
+        self._apply_event(standby, standby.of, Event.BEGINS)
 
-    def _construct(self, standby: _Standby, slots: Iterable[Slot], event: Event) -> None:
-        """Note an event of successors, and request those that must be constructed after it."""
+    def _apply_event(self, standby: _Standby, slots: Iterable[Slot], event: Event) -> None:
+        """Pass an event to successors, and construct those that must be constructed after it, which may be none."""
         payload = {}
         for slot in slots:
             if slot.note(event) is Action.CONSTRUCT:
@@ -259,7 +263,7 @@ class Recycling(Extension):
 
     def on_outdated(self, env_ids: Sequence[int]) -> None:
         for standby in self._standbys.values():
-            self._construct(standby, [slot for slot in standby.left if slot.env_id in env_ids], Event.CHANGES)
+            self._apply_event(standby, [slot for slot in standby.left if slot.env_id in env_ids], Event.CHANGES)
 
     def _on_constructed(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         position, failed = self._pool.position(worker), refusals(reply)
@@ -268,15 +272,15 @@ class Recycling(Extension):
             return
         for slot in [self._pool.slots[env_id] for env_id in reply.env_ids or ()]:
             was_outdated = slot.successor is Successor.OUTDATED
-            self._construct(standby, [slot], Event.REFUSED if slot.env_id in failed else Event.BUILT)
+            self._apply_event(standby, [slot], Event.REFUSED if slot.env_id in failed else Event.BUILT)
             if slot.env_id in failed and not was_outdated:
-                self._note_missing(position, [slot], str(reports.env_error(slot.env_id, worker, failed[slot.env_id])))
+                self._keep_present(position, [slot], str(reports.env_error(slot.env_id, worker, failed[slot.env_id])))
                 if position not in self._standbys:
                     return
         if standby.is_ready:
-            self._note_ready(position, standby)
+            self._move_ready(position, standby)
 
-    def _note_ready(self, position: int, standby: _Standby) -> None:
+    def _move_ready(self, position: int, standby: _Standby) -> None:
         self._build_s = self._pool.clock() - standby.since
         if not any(slot.successor is Successor.MISSING for slot in standby.of):
             self._retry.pop(position, None)
@@ -294,11 +298,11 @@ class Recycling(Extension):
             if slot.successor is Successor.READY:  # else the standby worker has died meanwhile, and it is built again
                 self._move(slot, standby)
 
-    def _note_missing(self, position: int, slots: Sequence[Slot], error: str) -> None:
+    def _keep_present(self, position: int, slots: Sequence[Slot], error: str) -> None:
         """Keep environments whose replacements could not be constructed; the next attempt has other seeds.
 
-        If no environment has moved there, the whole standby is given up. While an environment has never been
-        reset, it keeps the count of rebuilds, on which the seed of its first reset depends.
+        If no environment has moved there, the whole standby is given up. A failed attempt counts as a rebuild only
+        after the first reset: else the seed of that reset would change.
         """
         self._warn(position, [slot.env_id for slot in slots], error)
         for slot in slots:
@@ -338,12 +342,13 @@ class Recycling(Extension):
                 self._records[env_id].first_episode -= 1
                 self._episodes_seen = -1
             begins = resets or (over and self._transitions.mode is AutoresetMode.NEXT_STEP)
-            if not begins or slot.skips or not slot.has_reset or not self._moves(slot, ends=0):
+            if not begins or slot.skips or not slot.has_reset or not self._begin_if_due(slot, ends=0):
                 going_on.append(env_id)
                 continue
             part = {env_id: payloads[env_id]} if payloads and env_id in payloads else None
             keywords = part[env_id] if part is not None and resets else None
             held = Request(message, (env_id,), part, each=True)
+            # A reset is due, also if the caller sends a step (NEXT_STEP).
             self._begin_move(slot, Owed(Message.RESET, NOTHING, keywords, request=held))
         return going_on
 
@@ -361,7 +366,7 @@ class Recycling(Extension):
             return first._replace(transition=with_common(transition, recycled=True), over=over, mark=Mark.RECYCLED)
         if slot.request is not Message.STEP or not self._transitions.has_next_episode(slot.env_id):
             return result
-        if not self._moves(slot, ends=1):
+        if not self._begin_if_due(slot, ends=1):
             return result
         last = last_of(self._transitions.transition(slot.env_id, result))
         self._begin_move(slot, Owed(Message.STEP, last, result=(leftovers, completed)))
@@ -392,7 +397,7 @@ class Recycling(Extension):
         assert slot.owed is not None
         self._records[slot.env_id].recycled += 1
         self._rebuilds.add(slot.env_id)
-        self._pool.note_rebuild([slot], [int(slot.owed.message is Message.STEP)])
+        self._pool.announce_rebuild([slot], [int(slot.owed.message is Message.STEP)])
         keywords = slot.owed.keywords
         if keywords is None or _is_empty(keywords):  # the first episode began without seed and options
             request = Request(Message.TAKE_OVER, (slot.env_id,), each=True)
@@ -427,7 +432,7 @@ class Recycling(Extension):
         for env_id, failed in reply.failures.items():
             text = first_line(reports.env_error(env_id, worker, failed))
             logger.warning("%s. %s", text, _REPLACED_ALREADY)
-        self._pool.note_closed(worker, reply)
+        self._pool.announce_closed(worker, reply)
         self._next_look = 0.0
 
     def _remove_closed(self, worker: int, *, kill: bool) -> None:
@@ -447,21 +452,21 @@ class Recycling(Extension):
             if standby is not None and standby.worker == fault.worker:
                 failed = [slot for slot in standby.left if slot.env_id in fault.error.env_ids]
                 if failed:
-                    self._note_dead(queue.position, failed, first_line(fault.error))
+                    self._mark_dead(queue.position, failed, first_line(fault.error))
             return False
         if fault.worker in self._closing:
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
             self._remove_closed(fault.worker, kill=True)
         else:
             slots = [self._pool.slots[env_id] for env_id in fault.error.env_ids]
-            self._note_dead(queue.position, slots, str(fault.error))
+            self._mark_dead(queue.position, slots, str(fault.error))
         return True
 
-    def _note_dead(self, position: int, slots: Sequence[Slot], error: str) -> None:
-        """Note that successors have died with their worker, or will."""
+    def _mark_dead(self, position: int, slots: Sequence[Slot], error: str) -> None:
+        """Record that successors have died with their worker, or will."""
         for slot in slots:
             slot.note(Event.DIES)
-        self._note_missing(position, slots, error)
+        self._keep_present(position, slots, error)
 
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         for slot, more in zip(slots, ends, strict=True):
@@ -547,7 +552,7 @@ class Recycling(Extension):
     def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         episodes, recycled_before = saved or (0, 0)
         ended, now = self._ended[slot.env_id], self._pool.clock()
-        self._records[slot.env_id] = _Record(now, ended - episodes, recycled_before)
+        self._records[slot.env_id] = _RecyclingState(now, ended - episodes, recycled_before)
         self._episodes_seen = -1
 
     def check(self) -> None:

@@ -122,7 +122,7 @@ SUCCESSOR: dict[tuple[Successor, Event], tuple[Successor, Action]] = {
 
 _OF_PRESENT = frozenset([event for _, event in PRESENT])
 CHANGES_OWED = _OF_PRESENT - {Event.TAKES_OVER}
-"""The events that change what the caller is owed."""
+"""These events replace `Slot.owed` by the argument of `Slot.note`; `TAKES_OVER` keeps it."""
 _OF_SUCCESSOR = frozenset([event for _, event in SUCCESSOR])
 
 

@@ -1,6 +1,6 @@
 """Replays: the caller keeps the requests of each environment, and writes them to a file when the environment fails.
 
-Each request is noted before it is posted, when the action records in the block are complete::
+Each request is recorded before it is posted, when the action records in the block are complete::
 
     STEP               the bytes of the action record, and the pickled leftovers
     RESET              a new episode: its seed and options; the steps before it are dropped
@@ -34,18 +34,18 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core.array_file import self_contained
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.episode import merged_options, needs_actions
+from marl_parallel.core.block.block_transitions import BlockTransitions
+from marl_parallel.core.block.columns import Layout
+from marl_parallel.core.block.records import FINAL, ActionRecords
 from marl_parallel.core.messages import SEEDS_GENERATORS, Begins, Construct, Construction, Message, Request
-from marl_parallel.core.pickling import dumps_for_workers, in_order, loads
+from marl_parallel.core.objects.array_file import self_contained
+from marl_parallel.core.objects.pickling import dumps_for_workers, in_order, loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.replay_file import Crash, write_crash
 from marl_parallel.core.pool.slots import Slot, State
-from marl_parallel.core.records import FINAL, ActionRecords
-from marl_parallel.core.replay_file import Crash, write_crash
-from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.reports.reports import first_line, logger
+from marl_parallel.core.worker.env_runner import merged_options, needs_actions
 from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, ParallelEnvError
 
@@ -75,7 +75,7 @@ class History:
 
 
 class Histories(Extension):
-    """Notes the requests to each environment, and writes a file when one fails.
+    """Records the requests to each environment, and writes a file when one fails.
 
     Args:
         pool: The pool.
@@ -108,7 +108,7 @@ class Histories(Extension):
         self._histories = [History(seed, deque(maxlen=most_steps), seed=seed) for seed in seeds]
         self._view, self._code = memoryview(transitions.buffer).cast("B"), struct.Struct("=Q")
         nbytes = transitions.layout.transition_header  # the size of an action record, which comes first
-        self._places = [(start, start + nbytes) for start in transitions.layout.starts]
+        self._action_spans = [(start, start + nbytes) for start in transitions.layout.starts]
         self._beside: dict[int, tuple[int, Construct]] = {}  # by environment: the worker of its successor, its request
         self._next_step = construction.mode is AutoresetMode.NEXT_STEP
 
@@ -119,9 +119,9 @@ class Histories(Extension):
         if self._beside and (message is Message.RESET or message is Message.TAKE_OVER):
             for env_id in env_ids or ():
                 if (beside := self._beside.get(env_id)) is not None and beside[0] == worker:
-                    self._note_new(env_id, self._beside.pop(env_id)[1])
+                    self._record_new(env_id, self._beside.pop(env_id)[1])
         if message is Message.STEP:
-            self._note_steps(self._pool.queues[worker].share if env_ids is None else env_ids, payload)
+            self._record_steps(self._pool.queues[worker].share if env_ids is None else env_ids, payload)
         elif message is Message.RESET:
             for env_id, pickled in payload.items():
                 history = self._histories[env_id]
@@ -130,7 +130,7 @@ class Histories(Extension):
         elif message is Message.CONSTRUCT:
             for env_id, new in payload.items():
                 if new.begins is not Begins.BESIDE:
-                    self._note_new(env_id, new)
+                    self._record_new(env_id, new)
                 elif new.saved is None:  # it takes over with its first request
                     self._beside[env_id] = worker, new
         elif message is Message.OPTIONS:
@@ -146,8 +146,8 @@ class Histories(Extension):
                 self._begin(history, {})
         return request
 
-    def _note_new(self, env_id: int, new: Construct) -> None:
-        """Note that an environment is a new one."""
+    def _record_new(self, env_id: int, new: Construct) -> None:
+        """Record that an environment is a new one."""
         history = self._histories[env_id]
         history.constructor_seed = seed = self._seed(new.construction, env_id)
         history.restarts = new.construction.rebuilds
@@ -156,11 +156,11 @@ class Histories(Extension):
         if new.begins is Begins.AT_ONCE:
             self._begin(history, keywords)
 
-    def _note_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:
-        """Note the steps of environments: the actions in the block, and the pickled leftovers."""
-        view, code, places = self._view, self._code.unpack_from, self._places
+    def _record_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:
+        """Record the steps of environments: the actions in the block, and the pickled leftovers."""
+        view, code, spans = self._view, self._code.unpack_from, self._action_spans
         for env_id in env_ids:
-            start, stop = places[env_id]
+            start, stop = spans[env_id]
             history = self._histories[env_id]
             if code(view, stop)[0] & FINAL:
                 self._catch_up(env_id, history)
@@ -192,7 +192,7 @@ class Histories(Extension):
     def _has_begun(self, env_id: int, history: History) -> bool:
         """Whether the latest step has begun an episode."""
         return history.postponed is None and bool(
-            self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL
+            self._code.unpack_from(self._view, self._action_spans[env_id][1])[0] & FINAL
         )
 
     @staticmethod
@@ -202,7 +202,7 @@ class Histories(Extension):
         return seed
 
     def _begin(self, history: History, passed: Mapping[str, Any]) -> None:
-        """Note that an episode begins, with keywords that its reset has been passed; see `Episode.reset`."""
+        """Note that an episode begins, with keywords that its reset has been passed; see `EnvRunner.reset`."""
         keywords = {**(history.postponed or {}), **passed}
         seed, options = keywords.get("seed"), keywords.get("options")
         if passed.get("options") is None:

@@ -2,10 +2,10 @@
 
 What happens at a fault::
 
-    fault -> on_fault: how often it may fail -> what is interrupted -> Pool.replace, if the worker is gone
+    fault -> on_fault: how often it may fail -> the interrupted request -> Pool.replace, if the worker is gone
                        -> CONSTRUCT ... its reply -> _on_rebuilt: the result, or, if it was idle, with what comes next
 
-`episode.py` decides about the dicts of an interrupted step.
+`env_runner.py` decides about the dicts of an interrupted step.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any, Literal, NamedTuple
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.core import reports
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import interrupted, is_over, joined, last_of, with_common
+from marl_parallel.core.block.block_transitions import BlockTransitions
 from marl_parallel.core.messages import Begins, Construct, Failure, Message, Reply, Request, name_of
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
 from marl_parallel.core.pool.replacement import Event, Present
 from marl_parallel.core.pool.slots import Mark, Owed, Slot, Snapshot, State
-from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.reports import reports
+from marl_parallel.core.reports.reports import first_line, logger
 from marl_parallel.core.transition import NOTHING, Transition
+from marl_parallel.core.worker.env_runner import interrupted, is_over, joined, last_of, with_common
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import (
     EnvError,
@@ -47,13 +47,15 @@ _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy t
 
 
 @dataclass(slots=True, eq=False)
-class _Record:
+class _RestartState:
     """The restart state of one environment."""
 
     counted: int = 0  # how many faults count against it
     recent: deque[float] = field(default_factory=deque)  # the times of the latest of these faults
     needs_reset: bool = False  # whether it was rebuilt and has returned nothing since: then no agent is alive
-    reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be partial
+    reported: dict[AgentID, Any] | None = (
+        None  # with `needs_reset`: the observations last reported, in place of the record's
+    )
     latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = (
@@ -62,7 +64,7 @@ class _Record:
 
 
 class _SavedRecord(NamedTuple):
-    """The part of a `_Record` that is saved, between two steps."""
+    """The part of a `_RestartState` that is saved, between two steps."""
 
     fault: Owed | None = None
     counted: int = 0
@@ -97,7 +99,7 @@ class Restarts(Extension):
         self._pool, self._rebuilds, self._transitions = pool, rebuilds, transitions
         self._policy, self._on_restart, self._infos = policy, on_restart, infos
         self._same_step = transitions.mode is AutoresetMode.SAME_STEP
-        self._records = [_Record() for _ in pool.slots]
+        self._records = [_RestartState() for _ in pool.slots]
         pool.advice, pool.survives_faults = "", pool.backend.capabilities.can_kill
 
     # -- results -------------------------------------------------------------------------------------------------------
@@ -140,14 +142,14 @@ class Restarts(Extension):
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         record = self._records[slot.env_id]
         self.sees_steps = True
-        self._note_result(record, leftovers)
+        self._set_latest(record, leftovers)
         if slot.request is not Message.RESET or slot.present is not Present.REPORTS:
             return result
         report = self._reported(slot).report
         snapshot = self._transitions.snapshot(slot.env_id, result)
         return snapshot._replace(transition=_with_report(snapshot.transition, report), mark=Mark.RESTARTED)
 
-    def _note_result(self, record: _Record, leftovers: bytes | None) -> None:
+    def _set_latest(self, record: _RestartState, leftovers: bytes | None) -> None:
         """Store the pickled leftovers of an environment's result: a fault may need the result again."""
         record.latest, record.keywords, record.needs_reset, record.reported = leftovers, None, False, None
 
@@ -159,7 +161,7 @@ class Restarts(Extension):
     def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         saved, now = saved or _SavedRecord(), self._pool.clock()
         recent = deque([now - age for age in saved.ages])
-        self._records[slot.env_id] = _Record(saved.counted, recent, saved.needs_reset, saved.reported, leftovers)
+        self._records[slot.env_id] = _RestartState(saved.counted, recent, saved.needs_reset, saved.reported, leftovers)
         if saved.fault is not None:
             slot.note(Event.LOADED, saved.fault)
         self.sees_steps = True
@@ -167,11 +169,11 @@ class Restarts(Extension):
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
-        """A worker may be ended while it runs these environments: note what their records say now."""
+        """A worker may be ended while it runs these environments: save what their records say now."""
         if not self._pool.backend.capabilities.shares_memory:
             running = None  # what the worker has written arrives when it is ended
         for slot in slots:
-            slot.owed_if_ended = self._cut_off(slot, running)
+            slot.owed_if_ended = self._owed_for_fault(slot, running)
 
     def on_fault(self, fault: Fault) -> bool:
         pool, worker = self._pool, fault.worker
@@ -198,17 +200,17 @@ class Restarts(Extension):
         for slot in slots:
             if slot.state is State.DONE:
                 self._save_result(slot)
-            owed.append(self._cut_off(slot, fault.running))
+            owed.append(self._owed_for_fault(slot, fault.running))
             ends.append(self._ends_to_come(slot, owed[-1]))
-        pool.note_rebuild(slots, ends)
+        pool.announce_rebuild(slots, ends)
         for slot, of_slot in zip(slots, owed, strict=True):
             slot.note(Event.FAILS, _with_error(of_slot, fault.error))
-        pool.note_dealt_with(fault.error)
+        pool.mark_handled(fault.error)
         if replaces:
             pool.replace(worker)
         payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}
         pool.post({worker: Request(Message.CONSTRUCT, tuple(payload), payload, each=True)}, self._on_rebuilt)
-        pool.note_outdated([*payload])
+        pool.announce_outdated([*payload])
         self._announce(payload, fault.error)
         return True
 
@@ -246,11 +248,13 @@ class Restarts(Extension):
             record.counted += 1
             record.recent.append(now)
 
-    def _cut_off(self, slot: Slot, running: Running | None) -> Owed:
-        """The request that a fault interrupts, and the dicts for the caller, without the report.
+    def _owed_for_fault(self, slot: Slot, running: Running | None) -> Owed:
+        """What the caller gets for the request that a fault cuts short; the text of the error is added later.
 
-        `running` is the activity of the worker, now or when it died. The record is not overwritten yet. Observations
-        are zeros if the worker died after the simulator had returned, or if the record is not complete.
+        If the environment waits for its successor, the keywords of the due reset become `_RestartState.keywords`.
+
+        `running` is the activity of the worker, now or when it died. The record is not overwritten yet. If the worker
+        died while the result was being written, the record cannot be trusted: observations are zeros.
         """
         record, idle, owed = self._records[slot.env_id], slot.state is not State.BUSY, slot.owed
         saved = self._pool.unfinished.get(slot.env_id)
@@ -369,7 +373,7 @@ class Restarts(Extension):
         record, owed = self._records[slot.env_id], slot.owed
         assert owed is not None
         if self._resets_at_once(slot):
-            self._note_result(record, pickled)
+            self._set_latest(record, pickled)
             if pickled is not None:
                 self._pool.latest[slot.env_id] = pickled
             fresh = self._transitions.snapshot(slot.env_id, leftovers)

@@ -18,10 +18,11 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import dicts_of
+from marl_parallel.core.block.block_transitions import BlockTransitions
+from marl_parallel.core.block.records import dump_leftovers
+from marl_parallel.core.block.statistics import Sums
 from marl_parallel.core.messages import Begins, Construct, Message, Refusal, Saved
-from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.objects.pickling import dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
@@ -29,9 +30,8 @@ from marl_parallel.core.pool.replacement import Event
 from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import Slot, Snapshot
-from marl_parallel.core.records import dump_leftovers
-from marl_parallel.core.statistics import Sums
 from marl_parallel.core.transition import ALL, Transition, ordered
+from marl_parallel.core.worker.env_runner import dicts_of
 from marl_parallel.types import ParallelEnvError
 
 VERSION = 3
@@ -251,9 +251,9 @@ class SavedStates:
         finally:
             del fault  # as `Pool.fault` says
 
-    def note_outdated(self, env_ids: Sequence[int]) -> None:
+    def announce_outdated(self, env_ids: Sequence[int]) -> None:
         """Let environments that will replace others be constructed anew."""
-        self._pool.in_call("", self._pool.note_outdated, env_ids)
+        self._pool.in_call("", self._pool.announce_outdated, env_ids)
 
     def _payload(self, env_id: int, state: EnvState) -> Construct:
         seed, rebuilds = state.saved.built
@@ -266,7 +266,7 @@ class SavedStates:
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool
-        self._transitions.note_constructed((env_id,))  # the state of the present one does not count
+        self._transitions.mark_constructed((env_id,))  # the state of the present one does not count
         leftovers = self._transitions.put(env_id, state.transition)
         pool.latest.pop(env_id, None)
         pool.replaced.pop(env_id, None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pool.extensions import Extension
+from marl_parallel.core.worker.caller_settings import CallerSettings
 
 _BEGIN = frozenset({Message.RESET, Message.TAKE_OVER})
 """Requests that begin an episode in an environment that may have been constructed before the reset."""

@@ -64,7 +64,7 @@ class Owed(NamedTuple):
     report: str = ""  # the text of the error, after a fault
     next_result: Snapshot | None = None  # if no result was due, once it has been constructed again
     request: Request | None = None  # which the present environment gets if it has no successor
-    result: tuple[bytes | None, float] = None, 0.0  # else the result then: its pickled leftovers, and when it came
+    result: tuple[bytes | None, float] = None, 0.0  # if none is held: the result for a move that is called off
 
 
 class Results(NamedTuple):
@@ -101,7 +101,7 @@ class Slot:
 
     @property
     def skips(self) -> bool:
-        """Whether the next result is not the result of its step, whose action is ignored."""
+        """Whether the next result reports a restart; the action of that step is ignored."""
         return self.present is Present.RESTARTS or self.present is Present.REPORTS
 
     @property
@@ -112,7 +112,10 @@ class Slot:
         return not (self.present is Present.GOES_ON or self.present is Present.REPORTS)
 
     def note(self, event: Event, owed: Owed | None = None) -> Action:
-        """Note an event of the tables in `replacement.py`, and what is owed then; returns what is to be done."""
+        """Apply an event of the tables in `replacement.py`; returns what is to be done.
+
+        `owed` replaces what is owed, also by None, except with `TAKES_OVER` and events of successors.
+        """
         self.present, self.successor, action = after(self.present, self.successor, event)
         if event in CHANGES_OWED:
             self.owed = owed

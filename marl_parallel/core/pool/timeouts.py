@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.loading import is_past
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import State, WorkerQueue
+from marl_parallel.core.reports import reports
+from marl_parallel.core.worker.loading import is_past
 from marl_parallel.core.worker_status import Activity, Running
 
 _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
@@ -96,7 +96,7 @@ class Deadlines:
         now = self._clock()
         awake = max(self.looked, self._backend.in_line_until)
         if now - awake > _FROZEN_S:
-            self._note_frozen(awake, now)
+            self._add_frozen(awake, now)
         seconds = min(_UNCHANGED_S if self._suspects else _POLL_S, *limits)
         self._wait_ends, self._seconds_in_look = now + seconds, self._backend.seconds_in_look
         return seconds
@@ -110,7 +110,7 @@ class Deadlines:
         wait_ends += self._backend.seconds_in_look - self._seconds_in_look  # the workers ran meanwhile
         wait_ends = max(wait_ends, self._backend.in_line_until)  # also while this thread stepped environments
         if now - wait_ends > _FROZEN_S:
-            self._note_frozen(wait_ends, now)
+            self._add_frozen(wait_ends, now)
         late = []
         for worker, queue in self._queues.items():
             suspect = self._suspects.pop(worker, None)
@@ -144,7 +144,7 @@ class Deadlines:
             return elapsed if used is None else used
         return 0.0
 
-    def _note_frozen(self, begin: float, end: float) -> None:
+    def _add_frozen(self, begin: float, end: float) -> None:
         first = min((queue.since for queue in self._queues.values() if self._limited(queue) is not None), default=end)
         self._frozen = [*(span for span in self._frozen if span[1] > first), (begin, end)]
         self._suspects.clear()  # the workers have not had the time to change their statuses
@@ -213,8 +213,8 @@ class Timeouts(Extension):
         if self.restarts is None or not pool.survives_faults or not queue.share:
             pool.fault(fault_here(running))
             return
-        # Taking the stack continues a stopped worker, which may then finish its activity. It is late all the same, so
-        # the result for the caller is noted before.
+        # Taking the stack continues a stopped worker, which may then finish its activity. It still counts as
+        # late: record the caller's result first.
         if running is not None:
             late = [slot for slot in [pool.slots[running.env_id]] if slot.worker == worker]
         else:

@@ -7,7 +7,7 @@ from array import array
 from marl_parallel.core.messages import Reply
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
-from marl_parallel.core.reports import logger
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.worker_status import SLICES, Tracer
 
 
@@ -22,7 +22,7 @@ class Tracing(Extension):
         self._pool, self.tracer = pool, tracer
 
     def on_replaced(self, worker: int) -> None:
-        self.tracer.note_replaced(self._pool.position(worker))
+        self.tracer.mark_replaced(self._pool.position(worker))
 
     def on_close(self, worker: int, reply: Reply) -> None:
         if SLICES in reply.results:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import declares_mask
 from marl_parallel.adapters import AgentID
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Stacked
+from marl_parallel.core.block.info_columns import InfoColumns
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.info_columns import InfoColumns
 from marl_parallel.core.spaces import fits_block, tree_map
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv

@@ -15,8 +15,8 @@ from stable_baselines3.common.vec_env import VecEnv
 from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
 from marl_parallel.arguments import base_seed
-from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
+from marl_parallel.core.block import stacking
+from marl_parallel.core.block.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
 from marl_parallel.core.warn import warn
@@ -210,22 +210,22 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
-            place = divmod(row, self._per_env)
+            index = divmod(row, self._per_env)
             last: tuple[Sequence[Any], NDArray[np.bool_]] = arrays.observations, arrays.observed
-            if over[place[0]]:
-                infos[row], self.reset_infos[row] = divided(infos[row], of_envs[place[0]])
+            if over[index[0]]:
+                infos[row], self.reset_infos[row] = divided(infos[row], of_envs[index[0]])
                 last = arrays.final_observations, arrays.finally_observed
-            known = bool(last[1][place]) and not were_dead[place]
+            known = bool(last[1][index]) and not were_dead[index]
             terminal = self._rows.observation(last[0], row) if known else zeros(self.observation_space)
             if known and self._seen_elsewhere:
                 terminal = to_zero(self._rows.space, terminal)
             infos[row]["terminal_observation"] = terminal
-            infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
+            infos[row]["TimeLimit.truncated"] = bool(truncated[index]) and known
             last_info = _LastInfo(infos[row])
-            if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in last_info):
+            if self._lengths[index] and not were_dead[index] and (self._has_stats or "episode" not in last_info):
                 seconds = round(time.time() - self._start, 6)
-                last_info["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
-            last_info.without_own = bool(were_dead[place]) or not took_part[place] or bool(arrays.restarted[place[0]])
+                last_info["episode"] = {"r": float(self._returns[index]), "l": int(self._lengths[index]), "t": seconds}
+            last_info.without_own = bool(were_dead[index]) or not took_part[index] or bool(arrays.restarted[index[0]])
             last_info.complete, infos[row] = True, last_info
         self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0
@@ -248,10 +248,10 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         for env_id, state in states.items():
             first = self._rows_of(env_id).start
             self._returns[env_id] = self._lengths[env_id] = 0.0
-            for place, agent in enumerate(self.agents):
+            for column, agent in enumerate(self.agents):
                 if state is not None and agent in state:
-                    self._returns[env_id, place], self._lengths[env_id, place], infos = state[agent]
-                    self.reset_infos[first + place] = infos
+                    self._returns[env_id, column], self._lengths[env_id, column], infos = state[agent]
+                    self.reset_infos[first + column] = infos
 
     def _rows_of(self, env_id: int) -> slice:
         return slice(env_id * self._per_env, (env_id + 1) * self._per_env)
@@ -265,7 +265,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         return stacking.flat(self._stepper.action_masks(self.agents))
 
     def _infos(self, arrays: Arrays) -> list[dict[str, Any]]:
-        """The infos of each row, from its agent and its environment; notes which agents are present and act."""
+        """The infos of each row, from its agent and its environment; records which agents are present and act."""
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
         self.observed, self.rewarded = arrays.observed.ravel(), arrays.rewarded.ravel()
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]

@@ -1,0 +1,1 @@
+"""The block of transitions: records, columns, arrays, and the compiled code that writes and reads them."""

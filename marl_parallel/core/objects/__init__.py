@@ -1,0 +1,1 @@
+"""Objects on their way to other processes: pickling, sharing, names of the script."""

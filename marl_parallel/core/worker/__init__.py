@@ -1,0 +1,1 @@
+"""The worker: what runs beside the simulators."""
