@@ -64,7 +64,6 @@ from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.timeouts import Timeouts
-from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import reports
 from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.schema import Common, common_schema, dumps_compactly
@@ -260,7 +259,6 @@ class ParallelEnv:
         passed = locals()
         settings = Settings.of({name: passed[name] for name in NAMES})
         self.plan: dict[str, Any] | None = None
-        self._tracing: Tracing | None = None  # the present trace
         if isinstance(env_constructors, SimulatorSource):  # of `from_native`
             source = env_constructors
             self._close_at_exit(source)
@@ -1025,27 +1023,18 @@ class ParallelEnv:
             ParallelEnvError: A worker has died; no trace is recorded.
         """
         self.stepper.batch.check_idle("start_trace")
-        if self.stepper.workers is None:
+        workers = self.stepper.workers
+        if workers is None:
             raise NotImplementedError(f"{self.stepper.source.name} keeps no timeline: it has no workers")
-        pool = self.stepper.workers.pool
-        if self._tracing is not None:
-            path = self._tracing.tracer.path
-            raise RuntimeError(f"a trace is being recorded already, for {path}: call stop_trace first")
-        tracing = Tracing(pool, Tracer(arguments.checked_trace(path), pool.shares, pool.clock))
-        faults = self._trace_workers(pool, True)
-        if faults:
-            self._trace_workers(pool, False)
-            raise faults.pop()
-        self._set_tracing(self.stepper.workers, tracing)
-
-    def _set_tracing(self, workers: Workers, tracing: Tracing | None) -> None:
         pool = workers.pool
-        if self._tracing is not None:
-            pool.drop(self._tracing)
-        if tracing is not None:
-            pool.extend(tracing)
-        self._tracing = tracing
-        pool.around = workers.transitions.around = None if tracing is None else tracing.tracer.during
+        if pool.tracer is not None:
+            raise RuntimeError(f"a trace is being recorded already, for {pool.tracer.path}: call stop_trace first")
+        tracer = Tracer(arguments.checked_trace(path), pool.shares, pool.clock)
+        faults = self._trace_workers(workers, True)
+        if faults:
+            self._trace_workers(workers, False)
+            raise faults.pop()
+        pool.tracer = workers.transitions.tracer = tracer
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:
@@ -1057,23 +1046,23 @@ class ParallelEnv:
             ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the other slices.
         """
         self.stepper.batch.check_idle("stop_trace")
-        workers, tracing = self.stepper.workers, self._tracing
-        if workers is None or tracing is None:
+        workers = self.stepper.workers
+        if workers is None or (tracer := workers.pool.tracer) is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
-        faults = self._trace_workers(workers.pool, False)
+        faults = self._trace_workers(workers, False)
         if faults:
             raise faults.pop()
-        self._set_tracing(workers, None)
-        tracing.tracer.finish()
-        return tracing.tracer.path
+        workers.pool.tracer = workers.transitions.tracer = None
+        tracer.finish()
+        return tracer.path
 
-    def _trace_workers(self, pool: Pool, on: bool) -> list[ParallelEnvError]:
+    def _trace_workers(self, workers: Workers, on: bool) -> list[ParallelEnvError]:
         """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker.
 
         It is in a list, so that the caller can raise it and hold it in no variable, as `Pool.fault` says.
         """
-        if self.stepper.workers is not None:
-            self.stepper.workers.rebuilds.traced = on
+        pool, rebuilds = workers.pool, workers.rebuilds
+        rebuilds.traced = on
         faults: list[ParallelEnvError] = []
         for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
@@ -1084,11 +1073,8 @@ class ParallelEnv:
                 faults.append(error.with_traceback(None))  # which would refer to this frame
                 continue
             for slices in results.values():
-                if self._tracing is not None:
-                    self._tracing.add(worker, slices)
-        pool.in_call(
-            "", pool.announce_outdated, range(self.num_envs)
-        )  # standbys are constructed again, with tracing on or off
+                pool.add_slices(worker, slices)
+        pool.in_call("", rebuilds.outdate, range(self.num_envs))  # with tracing on or off
         return faults[:1]
 
     def stats(self) -> Stats:

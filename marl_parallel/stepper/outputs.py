@@ -70,4 +70,4 @@ class WorkerOutputs:
     def _have_written(self, workers: Workers, outputs: Outputs) -> None:
         self._outputs = workers.rebuilds.outputs = outputs
         workers.pool.execute_in_each_worker(Message.OUTPUTS, outputs)
-        workers.pool.in_call("", workers.pool.announce_outdated, workers.transitions.env_ids)
+        workers.pool.in_call("", workers.rebuilds.outdate, workers.transitions.env_ids)

@@ -146,9 +146,9 @@ class ResetArguments:
             self._samplers.pop(env_id, None)
         if rebuilds.base_seed != base:
             rebuilds.base_seed = base
-            pool.in_call("", pool.announce_outdated, self._env_ids)
+            pool.in_call("", rebuilds.outdate, self._env_ids)
         elif remembered:
-            pool.in_call("", pool.announce_outdated, remembered)
+            pool.in_call("", rebuilds.outdate, remembered)
         return keywords
 
     def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds) -> list[int]:
@@ -217,11 +217,11 @@ class ResetArguments:
             except ParallelEnvError:  # of a worker that has been replaced, if anything is open
                 if not pool.closed:
                     rebuilds.remember_replaced(before)
-                    pool.in_call("", pool.announce_outdated, env_ids)
+                    pool.in_call("", rebuilds.outdate, env_ids)
                 raise
             if not results:
                 rebuilds.remember_replaced(before)
-                pool.in_call("", pool.announce_outdated, env_ids)
+                pool.in_call("", rebuilds.outdate, env_ids)
                 return
             rebuilds.set_options(before)
             pool.execute_in(Message.OPTIONS, env_ids, before)
@@ -236,7 +236,7 @@ class ResetArguments:
         pool, rebuilds = self._workers.pool, self._workers.rebuilds
         for env_id in env_ids:
             rebuilds.remember_options(env_id, rebuilds.merged_options(env_id, options))
-        pool.in_call("", pool.announce_outdated, env_ids)
+        pool.in_call("", rebuilds.outdate, env_ids)
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:

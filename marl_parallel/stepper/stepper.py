@@ -173,7 +173,7 @@ class Stepper(Generic[ActionsT, ResultT]):
         if fault is not None:  # no caller reads the results of those that have been loaded
             self.transitions.read(tuple(leftovers), leftovers)
         self._statistics.finished = []
-        saved_states.announce_outdated([*leftovers])
+        saved_states.outdate([*leftovers])
         try:
             if fault is not None:
                 raise fault  # its environments have been rebuilt, the others have been loaded

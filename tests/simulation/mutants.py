@@ -124,8 +124,8 @@ MUTATIONS = [
     Mutation(
         "failures of close are not raised",
         "pool/pool.py",
-        ("                    failures.update(reply.failures)\n                    self.announce_closed"),
-        "                    self.announce_closed",
+        ("                    failures.update(reply.failures)\n                    self.add_last_slices"),
+        "                    self.add_last_slices",
     ),
     Mutation(
         "a replay has the steps of the episode before",
@@ -771,7 +771,7 @@ MUTATIONS = [
     Mutation(
         "standbys keep the seeds from before a load",
         "pool/saved_states.py",
-        '        self._pool.in_call("", self._pool.announce_outdated, env_ids)',
+        '        self._pool.in_call("", self.rebuilds.outdate, env_ids)',
         "        pass",
     ),
     Mutation(

@@ -140,7 +140,7 @@ class BlockArrays(ArrayView):
 
     def write(self, actions: Actions, env_ids: Sequence[int]) -> dict[int, bytes]:
         transitions = self._transitions
-        if transitions.around is not None and (context := transitions.around("write actions")):
+        if transitions.tracer is not None and (context := transitions.tracer.during("write actions")):
             with context:
                 return self.write(actions, env_ids)
         if type(actions) is Joint:
@@ -228,7 +228,7 @@ class BlockArrays(ArrayView):
 
     def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays | None = None, /) -> Arrays:
         transitions = self._transitions
-        if transitions.around is not None and (context := transitions.around("read results")):
+        if transitions.tracer is not None and (context := transitions.tracer.during("read results")):
             with context:
                 return self.read(env_ids, leftovers, last)
         if last is not None:

@@ -7,7 +7,6 @@ as arrays over all environments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +45,7 @@ from marl_parallel.core.worker.env_runner import (
     is_over,
     needs_actions,
 )
+from marl_parallel.core.worker_status import Tracer
 
 DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -130,7 +130,7 @@ class BlockTransitions(Transitions):
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
-        self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
+        self.tracer: Tracer | None = None  # as of `Pool`
         self.latest: dict[int, Latest] = {}
         self.with_joint: set[int] = set()
         self._masks: dict[int, Mapping[AgentID, Any]] = {}  # masks in infos, beside those in records
@@ -151,7 +151,7 @@ class BlockTransitions(Transitions):
                 space; nothing has been stepped.
             TypeError: The actions are not a dict, or cannot be pickled; nothing has been stepped.
         """
-        if self.around is not None and (context := self.around("write actions")):
+        if self.tracer is not None and (context := self.tracer.during("write actions")):
             with context:
                 return self.write(actions, env_ids, stacked=stacked)
         if type(actions) is not list or len(actions) != len(env_ids):  # a quick check first
@@ -230,7 +230,7 @@ class BlockTransitions(Transitions):
 
     def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Any = None, /) -> Columns:
         """The transitions of some environments, with their pickled leftovers or a `Snapshot`, by environment."""
-        if self.around is not None and (context := self.around("read results")):
+        if self.tracer is not None and (context := self.tracer.during("read results")):
             with context:
                 return self.read(env_ids, leftovers)
         if self.codec is None:

@@ -14,10 +14,9 @@ The hooks at a fault that `Restarts` deals with, in this order::
     on_fault                       until one extension returns True
     on_result                      for neighbours whose results are complete in their records
     on_rebuild
-    on_replaced                    if the worker is gone
-    before_post, on_outdated       for the request that constructs the environments again
+    before_post                    for the request that constructs the environments again
 
-If no extension deals with the fault, `on_error` follows `on_fault`, then the hooks of closing.
+If no extension deals with the fault, `on_error` follows `on_fault`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.messages import Failure, Message, Request
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.worker_status import Running
 from marl_parallel.types import ParallelEnvError, WorkerStats
@@ -33,7 +32,7 @@ from marl_parallel.types import ParallelEnvError, WorkerStats
 P = ParamSpec("P")
 R = TypeVar("R")
 ORDER = (
-    "Timeouts", "LongCalls", "SettingsAtResets", "Rebuilds", "Histories", "Recycling", "Restarts", "Tracing",
+    "Timeouts", "LongCalls", "SettingsAtResets", "Rebuilds", "Histories", "Recycling", "Restarts",
 )  # fmt: skip
 """The names of the classes of extensions, in the order in which they are added."""
 HELD: Any = object()
@@ -109,12 +108,6 @@ class Extension:
         The caller will still receive `ends` ends of episodes of the old ones.
         """
 
-    def on_outdated(self, env_ids: Sequence[int]) -> None:
-        """The arguments of constructions have changed, such as the seeds of these environments."""
-
-    def on_replaced(self, worker: int) -> None:
-        """A worker that was gone has been replaced by a new one with the same number."""
-
     def patience(self, now: float) -> float | None:
         """The most seconds before the next call of `look`; called before each wait.
 
@@ -127,15 +120,6 @@ class Extension:
 
     def on_error(self, error: BaseException) -> None:
         """This error, or Ctrl-C, ends a call, and everything is about to be closed."""
-
-    def before_close(self) -> None:
-        """All environments are about to be closed."""
-
-    def on_close(self, worker: int, reply: Reply) -> None:
-        """A worker has closed its environments, and is about to end."""
-
-    def after_close(self) -> None:
-        """All workers have ended."""
 
     def save(self, slot: Slot) -> Any:
         """The state of this extension for an environment that is not in flight; must pickle. `load` restores it."""

@@ -17,8 +17,8 @@ closed.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from gymnasium.error import ClosedEnvironmentError
@@ -27,6 +27,7 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Reply, Request, name_of
 from marl_parallel.core.objects.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks
+from marl_parallel.core.pool.replacement import Successor
 from marl_parallel.core.pool.slots import (
     STEPS_AND_RESETS,
     OnReply,
@@ -40,7 +41,7 @@ from marl_parallel.core.pool.slots import (
 from marl_parallel.core.reports import reports
 from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.source import Source
-from marl_parallel.core.worker_status import Running
+from marl_parallel.core.worker_status import SLICES, Running, Tracer
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
@@ -63,7 +64,7 @@ class Pool(Source):
         called: When the present or latest call began.
         survives_faults: Whether an extension replaces workers that are gone.
         advice: The advice about restarts in errors.
-        around: Called with the name of a part of a call; returns a context for it, or None inside one.
+        tracer: Stores slices of calls and of workers; None if no trace is recorded.
         latest: By environment, the pickled leftovers of its latest record that had any.
         replaced: By environment, the pickled `Snapshot` that the caller has received in place of the record.
         unfinished: By environment, the pickled leftovers of the last step of an episode, while its automatic reset runs
@@ -82,7 +83,7 @@ class Pool(Source):
         self.survives_faults = False
         self.advice = ADVICE
         self.seeds_stale = True
-        self.around: Callable[[str], AbstractContextManager[None] | None] | None = None
+        self.tracer: Tracer | None = None
         self.closed = False
         self.freed = False  # whether everything has been freed
         self._final_stats: Stats | None = None  # once everything has been freed
@@ -103,10 +104,6 @@ class Pool(Source):
     def extend(self, *extensions: Extension) -> None:
         """Add extensions."""
         self._set_extensions([*self._extensions, *extensions])
-
-    def drop(self, extension: Extension) -> None:
-        """Take an extension away."""
-        self._set_extensions([one for one in self._extensions if one is not extension])
 
     def _set_extensions(self, extensions: list[Extension]) -> None:
         self._extensions, self._hooks = extensions, Hooks(extensions)
@@ -159,7 +156,7 @@ class Pool(Source):
         and in slots only if a reply is not `STEPPED`, or does not come within the wait that follows. The frame is the
         same as in `in_call`.
         """
-        if self.around is not None and (context := self.around(_WAITING_FOR[message])):
+        if self.tracer is not None and (context := self.tracer.during(_WAITING_FOR[message])):
             with context:
                 return self.run(message, env_ids, payloads)
         if self.closed:
@@ -238,7 +235,7 @@ class Pool(Source):
 
         Close everything if it raises. `guard` makes sure that no other call is in progress.
         """
-        if self.around is not None and name and (context := self.around(name)):
+        if self.tracer is not None and name and (context := self.tracer.during(name)):
             with context:
                 return self.in_call(name, function, *arguments)
         if self.closed:
@@ -590,11 +587,6 @@ class Pool(Source):
             on_rebuild(slots, ends)
         self.seeds_stale = True
 
-    def announce_outdated(self, env_ids: Sequence[int]) -> None:
-        """Call `on_outdated`: the arguments of constructions have changed, such as the seeds of these environments."""
-        for on_outdated in self._hooks.of(Extension.on_outdated):
-            on_outdated(env_ids)
-
     def saved_by_extensions(self, slot: Slot) -> dict[str, Any]:
         """The states of extensions for an environment, by `Extension.saved_as`."""
         return {one.saved_as: one.save(slot) for one in self._extensions if one.saved_as}
@@ -632,8 +624,8 @@ class Pool(Source):
             queue.past = self._done_by(worker)
             self.backend.start_worker(worker, queue.built)
         self.set_share(worker, queue.share)
-        for on_replaced in self._hooks.of(Extension.on_replaced):
-            on_replaced(worker)
+        if self.tracer is not None:
+            self.tracer.mark_replaced(queue.position)
 
     def add(self, worker: int, env_ids: Sequence[int], beside: int) -> None:
         """Start one more worker, to which environments may move from the worker `beside`; the backend may raise."""
@@ -729,8 +721,11 @@ class Pool(Source):
         # A signal handler may close in the middle of a call, whose `wait` must not go on for ever.
         self.backend.interrupt()
         self.freed = True
-        for after_close in self._hooks.of(Extension.after_close):
-            after_close()
+        if self.tracer is not None:
+            try:
+                self.tracer.finish()
+            except OSError as unwritten:  # closing goes on
+                logger.warning("the trace could not be written to %s: %s", self.tracer.path, unwritten)
         for worker in stuck:
             logger.warning(
                 "worker %d could not be ended and keeps running, because a thread cannot be killed. Its stack:\n%s",
@@ -754,8 +749,10 @@ class Pool(Source):
                 self.backend.drop_memory()
 
     def _close_environments(self, deadline: float, workers: Collection[int]) -> EnvError | None:
-        for before_close in self._hooks.of(Extension.before_close):
-            before_close()
+        for worker, queue in [*self.queues.items()]:
+            has_successors = any(self.slots[env_id].successor is not Successor.NONE for env_id in queue.built)
+            if not queue.share and has_successors:  # it may be in a constructor
+                self.remove(worker, kill=True)
         pending = {worker for worker, queue in self.queues.items() if queue.share and worker in workers}
         failures: dict[int, Failure] = {}
         for worker in pending:
@@ -773,7 +770,7 @@ class Pool(Source):
                     pending.discard(worker)
                     self.queues[worker].requests.clear()
                     failures.update(reply.failures)
-                    self.announce_closed(worker, reply)
+                    self.add_last_slices(worker, reply)
             self._look()
         if pending:
             logger.warning(
@@ -786,10 +783,15 @@ class Pool(Source):
         first = min(failures)
         return reports.env_error(first, self.slots[first].worker, failures[first])
 
-    def announce_closed(self, worker: int, reply: Reply) -> None:
-        """Call `on_close`: a worker has closed its environments."""
-        for on_close in self._hooks.of(Extension.on_close):
-            on_close(worker, reply)
+    def add_slices(self, worker: int, slices: array[float]) -> None:
+        """Add the slices of a worker to the trace, if one is recorded."""
+        if self.tracer is not None:
+            self.tracer.add(self.position(worker), slices, self.backend.statuses[worker].ahead)
+
+    def add_last_slices(self, worker: int, reply: Reply) -> None:
+        """Add the slices that a worker has sent when it had closed its environments."""
+        if SLICES in reply.results:
+            self.add_slices(worker, reply.results[SLICES])
 
     def _close_after(self, error: BaseException) -> None:
         """Close everything after an error, unless another thread has done so."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.worker.env_runner import merged_options
 from marl_parallel.types import WorkerStats
+
+if TYPE_CHECKING:
+    from marl_parallel.core.pool.recycling import Recycling
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,7 @@ class Rebuilds(Extension):
     Attributes:
         traced: Whether workers trace.
         outputs: The outputs of workers besides transitions.
+        recycling: Has successors of environments, which are constructed before they are needed; None without it.
     """
 
     saved_as = "Rebuilds"
@@ -74,6 +78,7 @@ class Rebuilds(Extension):
         self._pool, self._transitions, self._block, self._settings = pool, transitions, block, settings
         self.construction, self.base_seed, self._options_last = construction, base_seed, options_last
         self.traced, self.outputs = False, Outputs()
+        self.recycling: Recycling | None = None
         self._records = [_RebuildState() for _ in pool.slots]
 
     def options(self, env_id: int) -> bytes | None:
@@ -151,6 +156,11 @@ class Rebuilds(Extension):
             keywords = dumps({**passed, "options": options})
         return Construct(construction, self._block, begins, keywords, self.outputs, record.options)
 
+    def outdate(self, env_ids: Sequence[int]) -> None:
+        """Let successors be constructed anew: the arguments of constructions have changed, such as the seeds."""
+        if self.recycling is not None:
+            self.recycling.renew(env_ids)
+
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments that are not in flight again, and count them as never reset."""
         payload = {}
@@ -164,7 +174,7 @@ class Rebuilds(Extension):
             self._pool.execute(self._pool.requests(Message.CONSTRUCT, env_ids, payload, each=True), self._on_rebuilt)
         finally:
             if not self._pool.closed:
-                self._pool.announce_outdated(env_ids)
+                self.outdate(env_ids)
 
     def _on_rebuilt(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         failures.update(refusals(reply))

@@ -105,6 +105,7 @@ class Recycling(Extension):
         self._leaving: frozenset[int] = frozenset()
         self._retry: dict[int, tuple[float, float]] = {}  # by position: when, and how long after a failure
         self._has_warned = False
+        rebuilds.recycling = self
 
     # -- when environments move ----------------------------------------------------------------------------------------
 
@@ -261,7 +262,8 @@ class Recycling(Extension):
             request = Request(Message.CONSTRUCT, tuple(payload), payload, each=True)
             self._pool.post({standby.worker: request}, self._on_constructed, is_awaited=False)
 
-    def on_outdated(self, env_ids: Sequence[int]) -> None:
+    def renew(self, env_ids: Sequence[int]) -> None:
+        """Construct the successors of some environments anew, in standbys that exist."""
         for standby in self._standbys.values():
             self._apply_event(standby, [slot for slot in standby.left if slot.env_id in env_ids], Event.CHANGES)
 
@@ -432,7 +434,7 @@ class Recycling(Extension):
         for env_id, failed in reply.failures.items():
             text = first_line(reports.env_error(env_id, worker, failed))
             logger.warning("%s. %s", text, _REPLACED_ALREADY)
-        self._pool.announce_closed(worker, reply)
+        self._pool.add_last_slices(worker, reply)
         self._next_look = 0.0
 
     def _remove_closed(self, worker: int, *, kill: bool) -> None:
@@ -453,6 +455,12 @@ class Recycling(Extension):
                 failed = [slot for slot in standby.left if slot.env_id in fault.error.env_ids]
                 if failed:
                     self._mark_dead(queue.position, failed, first_line(fault.error))
+                if fault.env_id is None:
+                    for slot in standby.left:
+                        slot.note(Event.DIES)
+                    self._episodes_seen = -1  # they are constructed again after the rebuilds
+            if fault.env_id is None:
+                self._forget(fault.worker)
             return False
         if fault.worker in self._closing:
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
@@ -474,20 +482,6 @@ class Recycling(Extension):
             record.built = self._pool.clock()
             record.first_episode = self._ended[slot.env_id] + more
         self._episodes_seen = -1
-
-    def on_replaced(self, worker: int) -> None:
-        self._forget(worker)
-        position = self._pool.position(worker)
-        standby = self._standbys.get(position)
-        if standby is not None and standby.worker == worker:  # the environments that would move there are gone, too
-            for slot in standby.left:
-                slot.note(Event.DIES)
-            self._episodes_seen = -1  # they are constructed again after the rebuilds
-
-    def before_close(self) -> None:
-        for standby in self._standbys.values():
-            if not self._pool.queues[standby.worker].share:  # it may be in a constructor
-                self._pool.remove(standby.worker, kill=True)
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -210,7 +210,7 @@ class Restarts(Extension):
             pool.replace(worker)
         payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}
         pool.post({worker: Request(Message.CONSTRUCT, tuple(payload), payload, each=True)}, self._on_rebuilt)
-        pool.announce_outdated([*payload])
+        self._rebuilds.outdate([*payload])
         self._announce(payload, fault.error)
         return True
 

@@ -251,9 +251,9 @@ class SavedStates:
         finally:
             del fault  # as `Pool.fault` says
 
-    def announce_outdated(self, env_ids: Sequence[int]) -> None:
+    def outdate(self, env_ids: Sequence[int]) -> None:
         """Let environments that will replace others be constructed anew."""
-        self._pool.in_call("", self._pool.announce_outdated, env_ids)
+        self._pool.in_call("", self.rebuilds.outdate, env_ids)
 
     def _payload(self, env_id: int, state: EnvState) -> Construct:
         seed, rebuilds = state.saved.built
