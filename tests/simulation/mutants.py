@@ -961,4 +961,244 @@ MUTATIONS = [
         "for position in sorted(own)]",
         "for position in own]",
     ),
+    Mutation(
+        "a fault during a move at the caller's reset loses the keywords of that reset",
+        "pool/restarts.py",
+        ("            record.keywords = owed.keywords\n            return Owed(owed.message, owed.transition)\n"),
+        "            return Owed(owed.message, owed.transition)\n",
+        blind=True,
+    ),
+    Mutation(
+        "the report of an environment whose episode was over counts as another end",
+        "pool/restarts.py",
+        "        return ends + (slot.has_reset and not over)\n",
+        "        return ends + slot.has_reset\n",
+        blind=True,
+    ),
+    Mutation(
+        "a fault in a reset that waited for a rebuild loses its keywords",
+        "pool/restarts.py",
+        (
+            "                record.keywords, record.waiting_reset = record.waiting_reset, None\n"
+            "                request = Request(Message.RESET, (env_id,), {env_id: record.keywords}, each=True)\n"
+        ),
+        (
+            "                keywords, record.waiting_reset = record.waiting_reset, None\n"
+            "                request = Request(Message.RESET, (env_id,), {env_id: keywords}, each=True)\n"
+        ),
+        blind=True,
+    ),
+    Mutation(
+        "a first reset that is not received counts as none when its worker dies",
+        "pool/restarts.py",
+        (
+            "        if slot.request is Message.RESET:\n"
+            "            slot.has_reset = True\n"
+            "        if type(slot.result) is not Snapshot:\n"
+        ),
+        "        if type(slot.result) is not Snapshot:\n",
+        blind=True,
+    ),
+    Mutation(
+        "an environment that fails before its first reset is reset at once",
+        "pool/restarts.py",
+        (
+            "        if slot.owed.message is None and not slot.has_reset:\n"
+            "            return False\n"
+            "        return slot.owed.message is Message.RESET or self._same_step\n"
+        ),
+        "        return slot.owed.message is Message.RESET or self._same_step\n",
+        blind=True,
+    ),
+    Mutation(
+        "successors have the seed of the environment that was rebuilt",
+        "pool/restarts.py",
+        (
+            "        payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}\n"
+            "        pool.post({worker: Request(Message.CONSTRUCT, tuple(payload), payload, each=True)}, "
+            "self._on_rebuilt)\n"
+            "        self._rebuilds.outdate([*payload])\n"
+        ),
+        (
+            "        self._rebuilds.outdate([slot.env_id for slot in slots])\n"
+            "        payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}\n"
+            "        pool.post({worker: Request(Message.CONSTRUCT, tuple(payload), payload, each=True)}, "
+            "self._on_rebuilt)\n"
+        ),
+        blind=True,
+    ),
+    Mutation(
+        "a failed replacement is counted as a rebuild also before the first reset",
+        "pool/recycling.py",
+        ("            if slot.has_reset:\n                self._rebuilds.add(slot.env_id)\n        if not self._pool"),
+        "            self._rebuilds.add(slot.env_id)\n        if not self._pool",
+        blind=True,
+    ),
+    Mutation(
+        "the refusal of an outdated successor counts",
+        "pool/recycling.py",
+        "            if slot.env_id in failed and not was_outdated:\n",
+        "            if slot.env_id in failed:\n",
+        blind=True,
+    ),
+    Mutation(
+        "the end of the episode at which an environment moves is counted for the new environment",
+        "pool/recycling.py",
+        "        self._pool.announce_rebuild([slot], [int(slot.owed.message is Message.STEP)])\n",
+        "        self._pool.announce_rebuild([slot], [0])\n",
+        blind=True,
+    ),
+    Mutation(
+        "a reset that was held back for a move and then stays is posted past the later extensions",
+        "pool/recycling.py",
+        (
+            "        if self._pool.pass_on(self, request.message, (slot.env_id,), request.payload):\n"
+            "            self._pool.post({slot.worker: request})\n"
+        ),
+        "        self._pool.post({slot.worker: request})\n",
+        blind=True,
+    ),
+    Mutation(
+        "successors that are being built survive the death of their standby",
+        "pool/recycling.py",
+        (
+            "                    for slot in standby.left:\n"
+            "                        slot.note(Event.DIES)\n"
+            "                    self._episodes_seen"
+        ),
+        (
+            "                    for slot in standby.left:\n"
+            "                        if slot.successor is Successor.READY:\n"
+            "                            slot.note(Event.DIES)\n"
+            "                    self._episodes_seen"
+        ),
+        blind=True,
+    ),
+    Mutation(
+        "an environment past its limit again may move twice in one call",
+        "pool/recycling.py",
+        "        if standby is None and has_had_all and position not in self._split:\n",
+        "        if standby is None and has_had_all:\n",
+        blind=True,
+    ),
+    Mutation(
+        "environments wait for ever if the next standby cannot be started",
+        "pool/recycling.py",
+        (
+            "            self._warn(position, env_ids, str(error))\n"
+            "            for slot in [self._pool.slots[env_id] for env_id in env_ids]:\n"
+            "                self._stay(slot)\n"
+            "            return\n"
+        ),
+        "            self._warn(position, env_ids, str(error))\n            return\n",
+        blind=True,
+    ),
+    Mutation(
+        "a successor that became outdated while it was constructed counts as ready",
+        "pool/replacement.py",
+        "    (_S.OUTDATED, _E.BUILT): (_S.BEING_BUILT, _A.CONSTRUCT),\n",
+        "    (_S.OUTDATED, _E.BUILT): (_S.READY, _A.NOTHING),\n",
+        blind=True,
+    ),
+    Mutation(
+        "what a dead worker had not begun counts as finished by the batch before",
+        "pool/pool.py",
+        "        if not queue.one_reply or status.parts < queue.requests[0].number:  # it had not begun\n",
+        "        if not queue.one_reply:\n",
+        blind=True,
+    ),
+    Mutation(
+        "the counts of a dead worker are read only after its successor has started",
+        "pool/pool.py",
+        (
+            "            queue.past = self._done_by(worker)\n"
+            "            self.backend.start_worker(worker, queue.built)\n"
+        ),
+        (
+            "            self.backend.start_worker(worker, queue.built)\n"
+            "            queue.past = self._done_by(worker)\n"
+        ),
+        blind=True,
+    ),
+    Mutation(
+        "the first reset after a restart leaves out options of later resets",
+        "pool/rebuilds.py",
+        (
+            "            options = record.remembered\n"
+            "            if begins is Begins.AT_ONCE:\n"
+            "                options = merged_options(options, _unpickled(record.options))\n"
+            "            keywords"
+        ),
+        "            options = record.remembered\n            keywords",
+        blind=True,
+    ),
+    Mutation(
+        "a refused load drops only what was refused",
+        "pool/saved_states.py",
+        "        if refused:\n            pool.execute_in(Message.TAKE_OVER, states, False)\n",
+        "        if refused:\n            pool.execute_in(Message.TAKE_OVER, refused, False)\n",
+        blind=True,
+    ),
+    Mutation(
+        "only the environment that fails in a load counts as rebuilt",
+        "pool/saved_states.py",
+        "if self.rebuilds.restarts(env_id) == before[env_id]}",
+        "if fault is None or env_id not in fault.env_ids}",
+        blind=True,
+    ),
+    Mutation(
+        "a load forgets a restart that was saved before its report",
+        "pool/saved_states.py",
+        (
+            "        slot.note(Event.REPLACED)\n"
+            "        self._transitions.begin((env_id,))\n"
+            "        self._transitions.statistics.load(env_id, state.statistics)\n"
+            "        pool.load_extensions(slot, state.extensions)\n"
+        ),
+        (
+            "        self._transitions.begin((env_id,))\n"
+            "        self._transitions.statistics.load(env_id, state.statistics)\n"
+            "        pool.load_extensions(slot, state.extensions)\n"
+            "        slot.note(Event.REPLACED)\n"
+        ),
+        blind=True,
+    ),
+    Mutation(
+        "a loaded environment is not closed by the next load",
+        "worker/worker.py",
+        "        self._closed.discard(env_id)\n",
+        "",
+        blind=True,
+    ),
+    Mutation(
+        "the rebuild after a failed reset uses the caller's seed again",
+        "worker/worker.py",
+        '        keywords = {name: value for name, value in keywords.items() if name != "seed"}\n',
+        "",
+        blind=True,
+    ),
+    Mutation(
+        "an environment that takes over has no timeout before it begins",
+        "pool/timeouts.py",
+        (
+            "        if running is None and request is Message.TAKE_OVER and self.limits[activity] is None:\n"
+            "            activity = next(one for one in LIMITED_BY[request] if self.limits[one] is not None)\n"
+        ),
+        "",
+        blind=True,
+    ),
+    Mutation(
+        "the late constructor of a successor holds the result of the present environment",
+        "pool/timeouts.py",
+        "            late = [slot for slot in [pool.slots[running.env_id]] if slot.worker == worker]\n",
+        "            late = [pool.slots[running.env_id]]\n",
+        blind=True,
+    ),
+    Mutation(
+        "a reset of the present environment is one of its successor in a replay",
+        "pool/replay.py",
+        "                if (beside := self._beside.get(env_id)) is not None and beside[0] == worker:\n",
+        "                if (beside := self._beside.get(env_id)) is not None:\n",
+        blind=True,
+    ),
 ]
