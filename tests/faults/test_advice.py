@@ -325,7 +325,7 @@ def refuse_forks(patched: Any) -> None:
         asked.append(number)
 
     def reply(_: Any, timeout: float) -> Any:
-        return (launching.Reply.FAILED, asked.pop(), errno.EAGAIN) if asked else None
+        return (launching.ServerReply.FAILED, asked.pop(), errno.EAGAIN) if asked else None
 
     assert callable(request)
     patched.setattr(launching._Server, "request", note)
@@ -360,7 +360,7 @@ def refuse_forks_of_restarts(patched: Any) -> None:
         asked.append(number)
 
     def refuse(server: Any, timeout: float) -> Any:
-        return (launching.Reply.FAILED, asked.pop(), errno.EAGAIN) if asked else reply(server, timeout)
+        return (launching.ServerReply.FAILED, asked.pop(), errno.EAGAIN) if asked else reply(server, timeout)
 
     patched.setattr(launching._Server, "request", note)
     patched.setattr(launching._Server, "reply", refuse)

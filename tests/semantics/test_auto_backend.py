@@ -57,6 +57,9 @@ def test_portable_workers_do_not_tell_their_cpu_time(monkeypatch):
     monkeypatch.setenv("MARL_PARALLEL_PORTABLE", "1")
     plan = chosen(Computing)
     measured, few, more = plan["batch_ms"], f"process, {CPUS} workers", f"process, {SEVERAL} workers"
+    if measured["serial, estimated"] < 0.9 * measured[few]:  # on a busy machine, two workers may have one CPU
+        assert plan["arguments"] == {"backend": "serial", "num_workers": 1}
+        return
     assert measured.keys() == {few, "serial, estimated", more}
     number = SEVERAL if measured[more] < 0.9 * measured[few] else CPUS
     assert plan["arguments"] == {"backend": "process", "num_workers": number}
