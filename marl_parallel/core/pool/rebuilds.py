@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Rebuilds(Extension):
     Attributes:
         traced: Whether workers trace.
         outputs: The outputs of workers besides transitions.
-        recycling: Has successors of environments, which are constructed before they are needed; None without it.
+        recycling: Returns what has successors of environments, constructed before they are needed; None without it.
     """
 
     saved_as = "Rebuilds"
@@ -78,7 +78,7 @@ class Rebuilds(Extension):
         self._pool, self._transitions, self._block, self._settings = pool, transitions, block, settings
         self.construction, self.base_seed, self._options_last = construction, base_seed, options_last
         self.traced, self.outputs = False, Outputs()
-        self.recycling: Recycling | None = None
+        self.recycling: Callable[[], Recycling | None] = lambda: None
         self._records = [_RebuildState() for _ in pool.slots]
 
     def options(self, env_id: int) -> bytes | None:
@@ -158,8 +158,9 @@ class Rebuilds(Extension):
 
     def outdate(self, env_ids: Sequence[int]) -> None:
         """Let successors be constructed anew: the arguments of constructions have changed, such as the seeds."""
-        if self.recycling is not None:
-            self.recycling.renew(env_ids)
+        recycling = self.recycling()
+        if recycling is not None:
+            recycling.renew(env_ids)
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments that are not in flight again, and count them as never reset."""

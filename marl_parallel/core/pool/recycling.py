@@ -18,6 +18,7 @@ thread keep their environments.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,7 @@ class Recycling(Extension):
         self._leaving: frozenset[int] = frozenset()
         self._retry: dict[int, tuple[float, float]] = {}  # by position: when, and how long after a failure
         self._has_warned = False
-        rebuilds.recycling = self
+        rebuilds.recycling = weakref.ref(self)  # it refers to `rebuilds`, too
 
     # -- when environments move ----------------------------------------------------------------------------------------
 
