@@ -13,7 +13,7 @@ from marl_parallel.core.block.codec import codec
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
-from marl_parallel.rollout import Current, Extra, Rollout, RolloutArrays, gae
+from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, gae
 from marl_parallel.sources.native import NativeSimulator, Received
 from marl_parallel.types import (
     EnvError,

@@ -19,7 +19,7 @@ from simulators.native_arena import Arena
 from marl_parallel import ParallelEnv
 from marl_parallel.core.block import codec
 from marl_parallel.core.spaces import tree_map
-from marl_parallel.rollout import Rollout
+from marl_parallel.rollouts import Rollout
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 from marl_parallel.vector.stepper import ArrayStepper
 

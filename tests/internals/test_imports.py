@@ -27,7 +27,7 @@ LEVELS = [
     {"runner"},
     {"parallel_env"},
     {"monitoring", "recording", "vector", "wrappers"},
-    {"rollout", "making"},
+    {"rollouts", "making"},
     {"marl_parallel"},
     {"cli"},
     {"__main__"},

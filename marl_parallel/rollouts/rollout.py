@@ -1,4 +1,4 @@
-"""`Rollout`: data of many steps in preallocated arrays `(num_steps, num_envs, agents, ...)`; `gae`: advantages."""
+"""`Rollout`: data of many steps in preallocated arrays `(num_steps, num_envs, agents, ...)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium import spaces
@@ -20,113 +20,12 @@ from marl_parallel.core.block import stacking
 from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
+from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays, at, put
 from marl_parallel.stepper import Options, Seeds
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, StackedVecEnv, StepReturn
 
 _ALIGNMENT = 64  # bytes
-
-
-class Extra(NamedTuple):
-    """Declares a value that is stored with each step: the learner's own, such as log-probabilities, or from infos.
-
-    Attributes:
-        shape: The shape of one agent's value, or of one environment's.
-        dtype: The dtype of the value.
-        per_agent: Whether each agent has a value, `(num_envs, k, *shape)`, grouped; if False, each environment has one,
-            `(num_envs, *shape)`.
-    """
-
-    shape: tuple[int, ...] = ()
-    dtype: Any = np.float32
-    per_agent: bool = True
-
-
-class Current(NamedTuple):
-    """What a policy acts on, grouped as in `StackedVecEnv`. Valid until the rollout after next.
-
-    Attributes:
-        observations: Arrays or trees `(num_envs, k, ...)`.
-        observed: bool `(num_envs, k)`: which rows of `observations` are data.
-        acting: bool `(num_envs, k)`: which agents act. Actions of other agents are ignored.
-        action_masks: bool `(num_envs, k, n)`; None without `action_masks=True`.
-        state: The global states `(num_envs, *state_space.shape)`; None if the `StackedVecEnv` has none.
-        env_ids: The environments that are stepped with these actions: all, or one half of them. `num_envs` above is
-            their number.
-    """
-
-    observations: Grouped
-    observed: Grouped
-    acting: Grouped
-    action_masks: Grouped | None
-    state: Any
-    env_ids: range
-
-
-class RolloutArrays(NamedTuple):
-    """The data of T steps of N environments; k is the number of agents of a group. Grouped as in `StackedVecEnv`.
-
-    Step t leads from observation t to observation t + 1. Where `done[t]` is set, with `auto_reset=True`, observation
-    t + 1 is the first of the next episode.
-
-    Attributes:
-        observations: Grouped; arrays or trees `(T + 1, N, k, ...)`.
-        observed: Grouped; bool `(T + 1, N, k)`: which rows of `observations` are data.
-        acting: Grouped; bool `(T + 1, N, k)`: which agents act on `observations`. Train on `acting[:-1]`.
-        action_masks: Grouped; bool `(T + 1, N, k, n)`; None without `action_masks=True`.
-        actions: Grouped; arrays or trees `(T, N, k, ...)`.
-        rewards: Grouped; float32 `(T, N, k)`.
-        present: Grouped; bool `(T, N, k)`: which rows of `rewards` are data.
-        terminations, truncations: Grouped; bool `(T, N, k)`: the flags of agents.
-        terminated, truncated, done: bool `(T, N)`: the flags of environments, and whether one of them is set.
-        final_observations: Grouped; `(T, N, k, ...)`: the last observations of episodes. Valid where `done`.
-        present_final: Grouped; bool `(T, N, k)`: which rows of `final_observations` are data. Valid where `done`.
-        states: `(T + 1, N, *state_space.shape)`; None without states, like `final_states`.
-        final_states: `(T, N, *state_space.shape)`: the last states of episodes. Valid where `done`.
-        extras: By name, the learner's own values: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
-        infos: By name, values from infos, in the same form; zeros where an info has no such value.
-        informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which entries of `infos` have a value.
-    """
-
-    observations: Grouped
-    observed: Grouped
-    acting: Grouped
-    action_masks: Grouped | None
-    actions: Grouped
-    rewards: Grouped
-    present: Grouped
-    terminations: Grouped
-    truncations: Grouped
-    terminated: Any
-    truncated: Any
-    done: Any
-    final_observations: Grouped
-    present_final: Grouped
-    states: Any
-    final_states: Any
-    extras: dict[str, Any]
-    infos: dict[str, Any]
-    informed: dict[str, Any]
-
-    def group(self, name: str) -> RolloutArrays:
-        """The data of one of several groups."""
-        fields = {
-            field: value if field in _OF_ENVS else value and value[name] for field, value in self._asdict().items()
-        }
-        by_name = {
-            field: {
-                key: value[name] if isinstance(value, dict) else value for key, value in getattr(self, field).items()
-            }
-            for field in _BY_NAME
-        }
-        return RolloutArrays(**fields | by_name)
-
-
-_BY_NAME = "extras", "infos", "informed"
-_OF_ENVS = frozenset({"terminated", "truncated", "done", "states", "final_states", *_BY_NAME})
-
-Policy: TypeAlias = Callable[[Current], Any]
-"""Returns the actions for a `StackedVecEnv`; if extras were declared, a pair of actions and a dict of extras."""
 
 
 @dataclass
@@ -192,6 +91,7 @@ class Rollout:
         ((51, 4, 3, 18), (50, 4, 3), 8)
         >>> values = np.zeros((51, 4, 3), np.float32)  # of a critic on data.observations
         >>> final_values = np.zeros((8, 3), np.float32)  # critic(data.final_observations)[data.done]
+        >>> from marl_parallel import gae
         >>> advantages, returns = gae(data, values, final_values, gamma=0.99, lam=0.95)
         >>> advantages.shape
         (50, 4, 3)
@@ -343,7 +243,7 @@ class Rollout:
         self._next = 0
         for part in self._parts:
             if part.env is not env:
-                part.env.acting, part.env.state = (_at(of_all, part.rows) for of_all in (env.acting, env.state))
+                part.env.acting, part.env.state = (at(of_all, part.rows) for of_all in (env.acting, env.state))
         self._has_reset = True
         return self.current
 
@@ -381,7 +281,7 @@ class Rollout:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
         index = part.time, part.rows
-        seen = [_at(array, index) for array in (*arrays[:4], arrays.states)]
+        seen = [at(array, index) for array in (*arrays[:4], arrays.states)]
         return Current._make([*seen, part.env_ids])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
@@ -412,18 +312,18 @@ class Rollout:
         part = self._parts[self._next]
         index = part.time, part.rows
         for name, value in checked.items():
-            _put(arrays.extras[name], index, value)
+            put(arrays.extras[name], index, value)
         self._write_to(part, part.time + 1)
         if len(self._parts) == 1:
             try:
                 results = part.env.step(actions)
             finally:
                 part.env.stepper.view.write_to(None)
-            _put(arrays.actions, index, actions)
+            put(arrays.actions, index, actions)
             self._store(part, results)
         else:
             part.env.step_async(actions)
-            _put(arrays.actions, index, actions)
+            put(arrays.actions, index, actions)
             self._next = 1 - self._next
             other = self._parts[self._next]
             if other.env.stepper.in_flight:
@@ -494,13 +394,13 @@ class Rollout:
         """Store a step of some environments."""
         arrays, env, index = self.arrays, part.env, (part.time, part.rows)
         observations, rewards, terminations, truncations, infos = results
-        _put(arrays.rewards, index, rewards)
+        put(arrays.rewards, index, rewards)
         if self._infos and infos:
             self._store_infos(part, dict(zip(part.env_ids, infos)) if isinstance(infos, list) else infos)
         if not env.plain:
-            _put(arrays.present, index, env.present)
-            _put(arrays.terminations, index, terminations)
-            _put(arrays.truncations, index, truncations)
+            put(arrays.present, index, env.present)
+            put(arrays.terminations, index, terminations)
+            put(arrays.truncations, index, truncations)
             arrays.terminated[index], arrays.truncated[index], arrays.done[index] = (
                 env.terminated, env.truncated, env.done
             )  # fmt: skip
@@ -508,9 +408,9 @@ class Rollout:
             if env.done.any():
                 ended = np.flatnonzero(env.done)
                 of_ended = part.time, part.env_ids.start + ended
-                _put(arrays.final_observations, of_ended, _at(env.final_observations, ended))
-                _put(arrays.present_final, of_ended, _at(env.present_final, ended))
-                _put(arrays.final_states, of_ended, _at(env.final_state, ended))
+                put(arrays.final_observations, of_ended, at(env.final_observations, ended))
+                put(arrays.present_final, of_ended, at(env.present_final, ended))
+                put(arrays.final_states, of_ended, at(env.final_state, ended))
         part.time += 1
         self._store_current(part, observations)
 
@@ -571,10 +471,10 @@ class Rollout:
     def _begin_next(self) -> None:
         """After a full rollout, begin the next one where it has ended."""
         if self.filled == self.num_steps:
-            carried = [copied(_at(array, self.num_steps)) for array in (*self.arrays[:4], self.arrays.states)]
+            carried = [copied(at(array, self.num_steps)) for array in (*self.arrays[:4], self.arrays.states)]
             self._clear()
             for array, values in zip((*self.arrays[:4], self.arrays.states), carried):
-                _put(array, 0, values)
+                put(array, 0, values)
 
     def _clear(self) -> None:
         """Set all marks to the values of plain steps, so that plain steps need not write them."""
@@ -590,7 +490,7 @@ class Rollout:
     def _write_to(self, part: _Part, time: int) -> None:
         """Make the next results of a part write their observations to this time step."""
         if self._in_place:
-            targets = [_at(of_group, (time, part.rows)) for of_group in self._observations]
+            targets = [at(of_group, (time, part.rows)) for of_group in self._observations]
             part.env.stepper.view.write_to(targets, self._buffer)
             if self._buffer is not None:
                 self._buffer.request(part.env_ids, time)
@@ -598,74 +498,13 @@ class Rollout:
     def _store_current(self, part: _Part, observations: Grouped) -> None:
         arrays, env, index = self.arrays, part.env, (part.time, part.rows)
         if not self._in_place:
-            _put(arrays.observations, index, observations)
+            put(arrays.observations, index, observations)
         if not env.plain:
-            _put(arrays.observed, index, env.present_next)
-            _put(arrays.acting, index, env.acting)
+            put(arrays.observed, index, env.present_next)
+            put(arrays.acting, index, env.acting)
         if arrays.action_masks is not None:
-            _put(arrays.action_masks, index, env.action_masks)
-        _put(arrays.states, index, env.state)
-
-
-def gae(
-    data: RolloutArrays, values: NDArray[Any], final_values: NDArray[Any], gamma: float, lam: float
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Generalised advantage estimates, and returns, the targets of a critic.
-
-    An agent's episode ends where the agent is terminated or truncated, or its environment's episode ends. An agent that
-    comes back begins another episode. A truncated episode could have continued, so the value of its last observation or
-    state counts; after a termination, no value counts. Rewards between two actions of an agent, as in turn-based games,
-    are added to the reward of the first action.
-
-    Values after a truncation are used as they are passed, also for agents that have no last observation (`observed`,
-    `present_final`), since a critic of states has a value for them. Pass NaN where there is no value, as with a critic
-    that would read zeros: then the value at the agent's last action is used.
-
-    Args:
-        data: The data of a rollout; with several groups, of one `group`.
-        values: `(T + 1, N, k)`: the critic's values of `data.observations` or `data.states`.
-        final_values: `(number of ended episodes, k)`: the critic's values of the last observations or states, such as
-            `critic(data.final_observations)[data.done]`.
-        gamma: The discount factor.
-        lam: The weight of longer estimates, from 0 to 1.
-
-    Returns:
-        Advantages, and returns (advantages + values): float32 `(T, N, k)`, zero where an agent does not act. Train on
-        `data.acting[:-1]`.
-
-    Raises:
-        ValueError: Values have another shape.
-
-    Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016),
-    https://arxiv.org/abs/1506.02438, equation 16.
-    """
-    steps, acting = len(data.rewards), data.acting
-    for name, array, shape in (
-        ("values", values, acting.shape),
-        ("final_values", final_values, (int(data.done.sum()), *acting.shape[2:])),
-    ):
-        if np.shape(array) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {np.shape(array)}")
-    after_end = np.zeros(data.rewards.shape, np.float32)
-    after_end[data.done] = final_values
-    advantages = np.zeros(data.rewards.shape, np.float32)
-    # Of the agent's next action: its value (NaN if that is not known), its advantage, and the rewards until then.
-    next_value = np.where(data.observed[steps], values[steps], np.float32(np.nan))
-    next_advantage, later_rewards = np.zeros((2, *next_value.shape), np.float32)
-    for t in reversed(range(steps)):
-        done, terminated, truncated = data.done[t][:, None], data.terminations[t], data.truncations[t]
-        next_value = np.where(done, after_end[t], np.where(truncated, values[t + 1], next_value))
-        next_value = np.where(terminated, np.float32(0.0), next_value)
-        goes_on = ~(done | terminated | truncated)
-        rewards = data.rewards[t] + goes_on * later_rewards
-        after = np.where(np.isnan(next_value), values[t], next_value)
-        advantage = rewards + gamma * after - values[t] + gamma * lam * goes_on * next_advantage
-        acts = acting[t]
-        advantages[t] = np.where(acts, advantage, np.float32(0.0))
-        next_value = np.where(acts, values[t], next_value)
-        next_advantage = np.where(acts, advantage, goes_on * next_advantage)
-        later_rewards = np.where(acts, np.float32(0.0), rewards)
-    return advantages, np.where(acting[:steps], advantages + values[:steps], np.float32(0.0))
+            put(arrays.action_masks, index, env.action_masks)
+        put(arrays.states, index, env.state)
 
 
 def _declared(what: str, declared: Mapping[str, Extra | tuple[int, ...]] | None) -> dict[str, Extra]:
@@ -702,19 +541,6 @@ def _named_in(info: Any, name: str) -> Any:
         return info[name]
     first, _, rest = name.partition("/")
     return _named_in(info.get(first), rest) if rest else None
-
-
-def _at(stacked: Any, index: Any) -> Any:
-    """The values at an index of the first axis, or axes; None stays None."""
-    return stacked[index] if type(stacked) is np.ndarray else tree_map(lambda array: array[index], stacked)
-
-
-def _put(stacked: Any, index: Any, values: Any) -> None:
-    """Write values to an index of the first axis, or axes; nothing into None."""
-    if type(stacked) is np.ndarray:
-        stacked[index] = values
-    elif stacked is not None:
-        tree_map(lambda array, part: array.__setitem__(index, part), stacked, values)
 
 
 def _aligned(nbytes: int) -> int:

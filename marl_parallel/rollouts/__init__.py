@@ -1,0 +1,7 @@
+"""Around the loop: rollouts of a `StackedVecEnv`, and advantages. Nothing below this folder knows of it."""
+
+from marl_parallel.rollouts.advantages import gae
+from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays
+from marl_parallel.rollouts.rollout import Rollout
+
+__all__ = ["Current", "Extra", "Policy", "Rollout", "RolloutArrays", "gae"]
