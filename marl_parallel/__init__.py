@@ -13,7 +13,7 @@ from marl_parallel.core.block.codec import codec
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
-from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, gae
+from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, Sequences, gae, sequences
 from marl_parallel.sources.native import NativeSimulator, Received
 from marl_parallel.types import (
     EnvError,
@@ -58,6 +58,7 @@ __all__ = [
     "Rollout",
     "RolloutArrays",
     "Rules",
+    "Sequences",
     "Stats",
     "StepBatch",
     "StepTimes",
@@ -68,6 +69,7 @@ __all__ = [
     "gae",
     "make",
     "record_video",
+    "sequences",
 ]
 if installed("ray"):  # without Ray, `from marl_parallel import *` would fail
     __all__ += ["RayBackend"]

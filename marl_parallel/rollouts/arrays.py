@@ -37,6 +37,7 @@ class Current(NamedTuple):
         state: The global states `(num_envs, *state_space.shape)`; None if the `StackedVecEnv` has none.
         env_ids: The environments that are stepped with these actions: all, or one half of them. `num_envs` above is
             their number.
+        begins: bool `(num_envs, k)`: whose hidden state begins anew with this observation, as in `StackedVecEnv`.
     """
 
     observations: Grouped
@@ -45,6 +46,7 @@ class Current(NamedTuple):
     action_masks: Grouped | None
     state: Any
     env_ids: range
+    begins: Grouped
 
 
 class RolloutArrays(NamedTuple):
@@ -70,6 +72,8 @@ class RolloutArrays(NamedTuple):
         extras: By name, the learner's own values: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
         infos: By name, values from infos, in the same form; zeros where an info has no such value.
         informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which entries of `infos` have a value.
+        begins: Grouped; bool `(T + 1, N, k)`: whose hidden state begins anew with this observation, as in
+            `StackedVecEnv`. `sequences` cuts there.
     """
 
     observations: Grouped
@@ -91,6 +95,7 @@ class RolloutArrays(NamedTuple):
     extras: dict[str, Any]
     infos: dict[str, Any]
     informed: dict[str, Any]
+    begins: Grouped
 
     def group(self, name: str) -> RolloutArrays:
         """The data of one of several groups."""
@@ -115,7 +120,9 @@ Policy: TypeAlias = Callable[[Current], Any]
 
 def at(stacked: Any, index: Any) -> Any:
     """The values at an index of the first axis, or axes; None stays None."""
-    return stacked[index] if type(stacked) is np.ndarray else tree_map(lambda array: array[index], stacked)
+    if type(stacked) is np.ndarray:
+        return stacked[index]
+    return None if stacked is None else tree_map(lambda array: array[index], stacked)
 
 
 def put(stacked: Any, index: Any, values: Any) -> None:

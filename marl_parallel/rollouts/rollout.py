@@ -216,6 +216,7 @@ class Rollout:
             extras={name: named(extra, extra.dtype, extra.shape) for name, extra in self._extras.items()},
             infos={name: named(extra, extra.dtype, extra.shape) for name, extra in self._infos.items()},
             informed={name: named(extra, np.bool_, ()) for name, extra in self._infos.items()},
+            begins=of_agents(steps + 1),
         )
 
     # -- collecting ------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ class Rollout:
         arrays, part = self.arrays, self._parts[self._next]
         index = part.time, part.rows
         seen = [at(array, index) for array in (*arrays[:4], arrays.states)]
-        return Current._make([*seen, part.env_ids])
+        return Current._make([*seen, part.env_ids, at(arrays.begins, index)])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
         """Step all environments and store the step; after a full rollout, it is the first step of the next one.
@@ -471,9 +472,10 @@ class Rollout:
     def _begin_next(self) -> None:
         """After a full rollout, begin the next one where it has ended."""
         if self.filled == self.num_steps:
-            carried = [copied(at(array, self.num_steps)) for array in (*self.arrays[:4], self.arrays.states)]
+            of_observations = *self.arrays[:4], self.arrays.states, self.arrays.begins
+            carried = [copied(at(array, self.num_steps)) for array in of_observations]
             self._clear()
-            for array, values in zip((*self.arrays[:4], self.arrays.states), carried):
+            for array, values in zip(of_observations, carried):
                 put(array, 0, values)
 
     def _clear(self) -> None:
@@ -482,7 +484,8 @@ class Rollout:
         for part in self._parts:
             part.time = 0
         tree_map(lambda marks: marks.fill(True), (arrays.observed, arrays.acting, arrays.present))
-        for flags in (arrays.terminations, arrays.truncations, arrays.terminated, arrays.truncated, arrays.done):
+        of_envs = arrays.terminated, arrays.truncated, arrays.done
+        for flags in (arrays.terminations, arrays.truncations, *of_envs, arrays.begins):
             tree_map(lambda array: array.fill(False), flags)
         for array in (*arrays.infos.values(), *arrays.informed.values()):
             tree_map(lambda values: values.fill(values.dtype.type()), array)
@@ -502,6 +505,7 @@ class Rollout:
         if not env.plain:
             put(arrays.observed, index, env.present_next)
             put(arrays.acting, index, env.acting)
+            put(arrays.begins, index, env.begins)
         if arrays.action_masks is not None:
             put(arrays.action_masks, index, env.action_masks)
         put(arrays.states, index, env.state)

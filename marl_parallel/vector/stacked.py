@@ -141,6 +141,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         present: Grouped; bool `(num_envs, k)`: which rows of the latest rewards are data.
         present_next: Grouped; bool `(num_envs, k)`: which rows of the latest observations are data.
         acting: Grouped; bool `(num_envs, k)`: which agents act next.
+        begins: Grouped; bool `(num_envs, k)`: whose hidden state begins anew with the latest observation: after a reset
+            or restart, and where an agent has joined or come back. Where others act first, it is set at the agent's
+            first observation. A reset of some environments keeps the marks of the others, like their observations.
         plain: Whether in the latest reset or step all agents were present and act next, and no flag is set.
         terminated, truncated: bool `(num_envs,)`: the flags of environments.
         done: bool `(num_envs,)`: the environments whose episode has ended in the latest step.
@@ -227,6 +230,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self.terminated = self.truncated = self.done = np.zeros(n, np.bool_)
         nothing = self._of_groups(np.zeros((n, len(self.stepper.view.agents)), np.bool_))
         self.present = self.present_next = self.acting = self.present_final = nothing
+        self.begins = self._nobody = tree_map(_read_only, nothing)
         self.final_observations = self._grouped(lambda group: stacking.zeros(group.space, (n, group.parts.size)))
         self.state: NDArray[Any] | None = None
         self.final_state: NDArray[Any] | None = None
@@ -291,18 +295,19 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self.terminated, self.truncated = arrays.terminated, arrays.truncated
         if arrays.none_over and self._is_whole and self.state_space is None and not self._lists_infos:
             self.done, self.acting = arrays.terminated, arrays.acting
-            self.present, self.present_next = arrays.rewarded, arrays.observed
+            self.present, self.present_next, self.begins = arrays.rewarded, arrays.observed, arrays.began
             return arrays.observations[0], arrays.rewards, arrays.terminations, arrays.truncations, arrays.infos
         observations, ended = self.stacked(arrays.observations), []
         if arrays.plain:
             self.done = arrays.terminated
             self.present = self.present_next = self.acting = self._of_groups(arrays.acting)
             terminations, truncations = arrays.terminations, arrays.truncations
+            self.begins = self._nobody
         else:
             self.done = arrays.terminated | arrays.truncated
             terminations, truncations = inherited_flags(arrays)
             self.present, self.present_next = self._of_groups(arrays.rewarded), self._of_groups(arrays.observed)
-            self.acting = self._of_groups(arrays.acting)
+            self.acting, self.begins = self._of_groups(arrays.acting), self._of_groups(arrays.began)
             ended = np.flatnonzero(self.done).tolist()
         if ended:
             is_same = arrays.final_observations is arrays.observations
@@ -315,6 +320,15 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         if self._lists_infos:
             infos = [infos.get(env_id, {}) for env_id in self.stepper.env_ids]
         return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos
+
+    def _first(self, arrays: Arrays) -> tuple[Grouped, Infos]:
+        before, first = self.begins, super()._first(arrays)
+        # Observations of environments that were neither reset nor loaded stay: nothing has happened to their agents.
+        stays = arrays.observed & ~(arrays.began | arrays.took_part).any(axis=1, keepdims=True)
+        if stays.any():
+            kept = tree_map(np.logical_and, before, self._of_groups(stays))
+            self.begins = tree_map(np.logical_or, self.begins, kept)
+        return first
 
     def _copy_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
@@ -372,3 +386,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         from marl_parallel.vector.tensors import StackedTensors
 
         return StackedTensors(self, device, pin=pin)
+
+
+def _read_only(array: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    view: NDArray[np.bool_] = array.view()
+    view.flags.writeable = False
+    return view

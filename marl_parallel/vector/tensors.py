@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __doctest_requires__ = ["torch"]
 
 _TENSORS = frozenset({
-    "acting", "action_masks", "done", "final_observations", "final_state", "observation_padding", "present",
+    "acting", "action_masks", "begins", "done", "final_observations", "final_state", "observation_padding", "present",
     "present_final", "present_next", "state", "terminated", "truncated",
 })  # fmt: skip
 
