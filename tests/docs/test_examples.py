@@ -54,6 +54,22 @@ def test_own_simulator():
     assert line in second
 
 
+def test_recurrent_policies(tmp_path):
+    """Agents die and come back; the curves do not depend on the number of workers. Too short to learn: it fails."""
+    logs = []
+    for workers in ("1", "2"):
+        output = tmp_path / workers
+        run("examples/recurrent_ippo.py", "--smoke", "--num-workers", workers, "--output", str(output))
+        assert (output / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+        logs.append([curve(output / f"{name}.csv") for name in ("GRU", "without_memory")])
+    assert logs[0] == logs[1]
+    assert logs[0][0] != logs[0][1]
+    command = [sys.executable, "examples/recurrent_ippo.py", "--smoke", "--check", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert "expected at least 0.9 of open doors with memory" in done.stderr
+
+
 def test_failing_check_of_the_return(tmp_path):
     """Within seconds the policy does not improve."""
     command = [sys.executable, "examples/ippo_simple_spread.py", "--smoke", "--check", "--output", str(tmp_path)]
