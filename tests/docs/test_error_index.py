@@ -25,7 +25,8 @@ VALUE = "\0"  # stands for a value in a message
 MANY = {"AttributeError", "ImportError", "Mismatch", "ModuleNotFoundError", "TypeError", "ValueError"}
 MANY |= {"ResultDoesNotFit"}  # a ValueError
 MODULES = [
-    *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording", "rollout")),
+    *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording")),
+    *sorted((PACKAGE / "rollouts").glob("*.py")),
     *sorted((PACKAGE / "stepper").glob("*.py")),
     *sorted((PACKAGE / "vector").rglob("*.py")),
     *(PACKAGE / "backends" / f"{name}.py" for name in ("interpreter", "ray_backend", "ray_cluster", "ray_placement")),
@@ -48,9 +49,9 @@ ERRORS = {
     ("stepper/batch", "check_not_calling", "AlreadyPendingCallError"): "`call_async`",
     ("stepper/batch", "check_has_reset", "ResetNeeded"): "before the first `reset`",
     ("stepper/batch", "check_claim", "RuntimeError"): "a second facade",
-    ("rollout", "__init__", "MemoryError"): "a `Rollout`",
-    ("rollout", "current", "ResetNeeded"): "before the first `reset`",
-    ("rollout", "step", "ResetNeeded"): "before the first `reset`",
+    ("rollouts/rollout", "__init__", "MemoryError"): "a `Rollout`",
+    ("rollouts/rollout", "current", "ResetNeeded"): "before the first `reset`",
+    ("rollouts/rollout", "step", "ResetNeeded"): "before the first `reset`",
     ("monitoring", "serve", "RuntimeError"): "`Monitor.serve`",
     ("monitoring", "serve", "OSError"): "`Monitor.serve`",
     ("vector/stepper", "__init__", "NoSpaceDeclared"): "agents without spaces",

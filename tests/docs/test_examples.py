@@ -55,7 +55,7 @@ def test_own_simulator():
 
 
 def test_recurrent_policies(tmp_path):
-    """Agents die and come back; the curves do not depend on the number of workers. Too short to learn: it fails."""
+    """Agents die and come back; the curves do not depend on the number of workers."""
     logs = []
     for workers in ("1", "2"):
         output = tmp_path / workers
@@ -64,6 +64,10 @@ def test_recurrent_policies(tmp_path):
         logs.append([curve(output / f"{name}.csv") for name in ("GRU", "without_memory")])
     assert logs[0] == logs[1]
     assert logs[0][0] != logs[0][1]
+
+
+def test_failing_check_of_memory(tmp_path):
+    """Within seconds the GRU does not learn the task."""
     command = [sys.executable, "examples/recurrent_ippo.py", "--smoke", "--check", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
