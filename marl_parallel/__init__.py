@@ -13,7 +13,7 @@ from marl_parallel.core.block.codec import codec
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
-from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, Sequences, gae, sequences
+from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, Sequences, gae, sequences, vtrace
 from marl_parallel.sources.native import NativeSimulator, Received
 from marl_parallel.types import (
     EnvError,
@@ -70,6 +70,7 @@ __all__ = [
     "make",
     "record_video",
     "sequences",
+    "vtrace",
 ]
 if installed("ray"):  # without Ray, `from marl_parallel import *` would fail
     __all__ += ["RayBackend"]

@@ -1,4 +1,4 @@
-"""`gae`: advantages for learners, from the data of a rollout."""
+"""`gae` and `vtrace`: advantages, and targets of critics, from the data of a rollout."""
 
 from __future__ import annotations
 
@@ -42,19 +42,75 @@ def gae(
     Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016),
     https://arxiv.org/abs/1506.02438, equation 16.
     """
+    ones = np.ones(data.rewards.shape, np.float32)
+    advantages, _ = _estimates(data, values, final_values, gamma, weights=ones, traces=lam * ones)
+    return advantages, _targets(data, values, advantages)
+
+
+def vtrace(
+    data: RolloutArrays,
+    values: NDArray[Any],
+    final_values: NDArray[Any],
+    ratios: NDArray[Any],
+    gamma: float,
+    *,
+    lam: float = 1.0,
+    max_weight: float = 1.0,
+    max_trace: float = 1.0,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """V-trace: advantages, and targets of a critic, from the data of an older policy.
+
+    Where episodes and lives end, which value counts after a step, and how rewards between two actions are added: as in
+    `gae`. Only the ratios at an agent's own actions count. With all ratios 1 and `lam=1`, both results are those of
+    `gae` with `lam=1`.
+
+    Args:
+        data: The data of a rollout; with several groups, of one `group`.
+        values: `(T + 1, N, k)`, as in `gae`: values of the present critic.
+        final_values: `(number of ended episodes, k)`, as in `gae`.
+        ratios: `(T, N, k)`: the probability of each action under the present policy, divided by that under the policy
+            that acted, such as `np.exp(log_probs - data.extras["log_probs"])`.
+        gamma: The discount factor.
+        lam: The weight of longer estimates, from 0 to 1.
+        max_weight: The largest weight of a temporal difference (rho bar): below infinity, the targets are values of a
+            policy between the two.
+        max_trace: The largest weight of what follows (c bar): smaller values have less variance and converge slower.
+
+    Returns:
+        Advantages of the policy gradient, which have the weight of their action already, and targets of the critic:
+        float32 `(T, N, k)`, zero where an agent does not act. Train on `data.acting[:-1]`.
+
+    Raises:
+        ValueError: Values or ratios have another shape.
+
+    Reference: Espeholt et al., IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner
+    Architectures (2018), https://arxiv.org/abs/1802.01561, equation 1 and section 4.2.
+    """
+    _check_shape("ratios", ratios, data.rewards.shape)
+    weights, traces = (np.minimum(ratios, most).astype(np.float32) for most in (max_weight, max_trace))
+    differences, advantages = _estimates(data, values, final_values, gamma, weights=weights, traces=lam * traces)
+    return advantages, _targets(data, values, differences)
+
+
+def _estimates(
+    data: RolloutArrays, values: Any, final_values: Any, gamma: float, *, weights: Any, traces: Any
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """How far targets of values are from the values, and advantages of actions; zero where an agent does not act.
+
+    At each action of an agent, with `next` for its next action in the same life, and the temporal difference `error`::
+
+        difference = weight * error + gamma * trace * difference[next]
+        advantage  = weight * (error + gamma * difference[next])
+    """
     steps, acting = len(data.rewards), data.acting
-    for name, array, shape in (
-        ("values", values, acting.shape),
-        ("final_values", final_values, (int(data.done.sum()), *acting.shape[2:])),
-    ):
-        if np.shape(array) != shape:
-            raise ValueError(f"{name} must have shape {shape}, got {np.shape(array)}")
+    _check_shape("values", values, acting.shape)
+    _check_shape("final_values", final_values, (int(data.done.sum()), *acting.shape[2:]))
     after_end = np.zeros(data.rewards.shape, np.float32)
     after_end[data.done] = final_values
-    advantages = np.zeros(data.rewards.shape, np.float32)
-    # Of the agent's next action: its value (NaN if that is not known), its advantage, and the rewards until then.
+    differences, advantages = np.zeros((2, *data.rewards.shape), np.float32)
+    # Of the agent's next action: its value (NaN if that is not known), its difference, and the rewards until then.
     next_value = np.where(data.observed[steps], values[steps], np.float32(np.nan))
-    next_advantage, later_rewards = np.zeros((2, *next_value.shape), np.float32)
+    next_difference, later_rewards = np.zeros((2, *next_value.shape), np.float32)
     for t in reversed(range(steps)):
         done, terminated, truncated = data.done[t][:, None], data.terminations[t], data.truncations[t]
         next_value = np.where(done, after_end[t], np.where(truncated, values[t + 1], next_value))
@@ -62,10 +118,22 @@ def gae(
         goes_on = ~(done | terminated | truncated)
         rewards = data.rewards[t] + goes_on * later_rewards
         after = np.where(np.isnan(next_value), values[t], next_value)
-        advantage = rewards + gamma * after - values[t] + gamma * lam * goes_on * next_advantage
+        error = rewards + gamma * after - values[t]
+        following = gamma * goes_on * next_difference
+        difference = weights[t] * error + traces[t] * following
         acts = acting[t]
-        advantages[t] = np.where(acts, advantage, np.float32(0.0))
+        differences[t] = np.where(acts, difference, np.float32(0.0))
+        advantages[t] = np.where(acts, weights[t] * (error + following), np.float32(0.0))
         next_value = np.where(acts, values[t], next_value)
-        next_advantage = np.where(acts, advantage, goes_on * next_advantage)
+        next_difference = np.where(acts, difference, goes_on * next_difference)
         later_rewards = np.where(acts, np.float32(0.0), rewards)
-    return advantages, np.where(acting[:steps], advantages + values[:steps], np.float32(0.0))
+    return differences, advantages
+
+
+def _targets(data: RolloutArrays, values: Any, differences: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(data.acting[:-1], differences + values[:-1], np.float32(0.0)).astype(np.float32, copy=False)
+
+
+def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(array) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {np.shape(array)}")

@@ -1,8 +1,9 @@
-"""`Rollout`: its arrays hold what a plain loop stores; `gae` equals a plain loop over each agent's episodes."""
+"""`Rollout`: its arrays hold what a plain loop stores; `gae` and `vtrace` equal a loop over each agent's lives."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from simulators.rollouts import Scored, TruncatedUnseen
 from simulators.unreadable_values import Gradient
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
-from marl_parallel import Extra, ParallelEnv, Rollout, gae
+from marl_parallel import Extra, ParallelEnv, Rollout, gae, vtrace
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.spaces import tree_map
@@ -233,41 +234,44 @@ def test_environments_that_are_restarted(fault, halves, mode):
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """Advantages by a plain loop over the actions of each agent in each of its episodes."""
-    advantages = np.zeros(data.rewards.shape)
+def lives(data: Any, values: np.ndarray, final_values: np.ndarray) -> Iterator[tuple[int, int, list[int], list, list]]:
+    """Each life of each agent, by a plain loop: times of its actions, the rewards of each, and the value after each."""
     final = dict(zip(map(tuple, np.argwhere(data.done).tolist()), final_values))
     steps, envs, agents = data.rewards.shape
-    for env_id in range(envs):
-        for k in range(agents):
-            episodes: list[tuple[list[int], int, float | None]] = []  # times of actions, the last step, what follows
-            times: list[int] = []
-            for t in range(steps):
-                if data.acting[t, env_id, k]:
-                    times.append(t)
-                terminated, truncated = data.terminations[t, env_id, k], data.truncations[t, env_id, k]
-                if terminated or truncated or data.done[t, env_id]:
-                    after = 0.0
-                    if not terminated:
-                        done = data.done[t, env_id]
-                        after = float(final[t, env_id][k] if done else values[t + 1, env_id, k])
-                        if np.isnan(after) and times:
-                            after = float(values[times[-1], env_id, k])
-                    episodes.append((times, t, after))
-                    times = []
-            episodes.append((times, steps - 1, None))
-            for times, last, after in episodes:
-                if after is None and times:
-                    known = data.observed[steps, env_id, k]
-                    after = float(values[steps if known else times[-1], env_id, k])
-                later = 0.0
-                for place in reversed(range(len(times))):
-                    t = times[place]
-                    until = times[place + 1] if place + 1 < len(times) else last + 1
-                    paid = sum(float(data.rewards[at, env_id, k]) for at in range(t, until))
-                    value = float(values[until, env_id, k]) if place + 1 < len(times) else after
-                    later = paid + gamma * value - float(values[t, env_id, k]) + gamma * lam * later
-                    advantages[t, env_id, k] = later
+    for env_id, k in np.ndindex(envs, agents):
+        ended: list[tuple[list[int], int, float | None]] = []  # times of actions, the last step, what follows
+        times: list[int] = []
+        for t in range(steps):
+            if data.acting[t, env_id, k]:
+                times.append(t)
+            terminated, truncated = data.terminations[t, env_id, k], data.truncations[t, env_id, k]
+            if terminated or truncated or data.done[t, env_id]:
+                after = 0.0
+                if not terminated:
+                    done = data.done[t, env_id]
+                    after = float(final[t, env_id][k] if done else values[t + 1, env_id, k])
+                    if np.isnan(after) and times:
+                        after = float(values[times[-1], env_id, k])
+                ended.append((times, t, after))
+                times = []
+        ended.append((times, steps - 1, None))
+        for times, last, after in ended:
+            if after is None and times:
+                known = data.observed[steps, env_id, k]
+                after = float(values[steps if known else times[-1], env_id, k])
+            borders = [*times, last + 1]
+            paid = [sum(map(float, data.rewards[borders[n] : borders[n + 1], env_id, k])) for n in range(len(times))]
+            yield env_id, k, times, paid, [*(float(values[t, env_id, k]) for t in times[1:]), after]
+
+
+def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Advantages by a plain loop over the actions of each agent in each of its lives."""
+    advantages = np.zeros(data.rewards.shape)
+    for env_id, k, times, paid, following in lives(data, values, final_values):
+        later = 0.0
+        for n, t in reversed([*enumerate(times)]):
+            later = paid[n] + gamma * following[n] - float(values[t, env_id, k]) + gamma * lam * later
+            advantages[t, env_id, k] = later
     return advantages
 
 
@@ -275,8 +279,56 @@ def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: fl
 @pytest.mark.parametrize(
     "name", ["spread", "variable", "dict rules", "knights", "connect four", "returning", "returning dicts"]
 )
-def test_advantages_equal_a_loop_over_episodes(name, mode):
+def test_advantages_equal_a_loop_over_lives(name, mode):
     rng = np.random.default_rng(1)
+    for data in two_rollouts(name, mode):
+        values = rng.normal(size=data.observed.shape).astype(np.float32)
+        final_values = rng.normal(size=data.rewards[data.done].shape).astype(np.float32)
+        advantages, returns = gae(data, values, final_values, 0.9, 0.8)
+        expected = reference(data, values, final_values, 0.9, 0.8)
+        assert np.allclose(advantages, expected, atol=1e-4)
+        acting = data.acting[:-1]
+        assert np.allclose(returns[acting], (expected + values[:-1])[acting], atol=1e-4)
+        assert not returns[~acting].any()
+        assert data.done.any()
+
+
+@MODES
+@pytest.mark.parametrize("name", ["spread", "variable", "knights", "connect four", "returning"])
+def test_vtrace_equals_the_formula_of_its_paper(name, mode):
+    """Equation 1 of Espeholt et al. (2018), as a sum over all later actions of a life, and section 4.2."""
+    rng, gamma, lam = np.random.default_rng(2), 0.9, 0.8
+    for data in two_rollouts(name, mode):
+        values = rng.normal(size=data.observed.shape).astype(np.float32)
+        final_values = rng.normal(size=data.rewards[data.done].shape).astype(np.float32)
+        ratios = np.exp(rng.normal(size=data.rewards.shape))
+        ratios[~data.acting[:-1]] = np.nan  # only actions have one
+        advantages, targets = vtrace(data, values, final_values, ratios, gamma, lam=lam, max_weight=1.2, max_trace=0.7)
+        expected, wanted = np.zeros((2, *data.rewards.shape))
+        for env_id, k, times, paid, following in lives(data, values, final_values):
+            of_life = [float(values[t, env_id, k]) for t in times]
+            weights = [min(1.2, float(ratios[t, env_id, k])) for t in times]
+            traces = [lam * min(0.7, float(ratios[t, env_id, k])) for t in times]
+            errors = [r + gamma * after - value for r, after, value in zip(paid, following, of_life)]
+            target = [
+                of_life[s]
+                + sum(gamma ** (n - s) * np.prod(traces[s:n]) * weights[n] * errors[n] for n in range(s, len(times)))
+                for s in range(len(times))
+            ]
+            for s, t in enumerate(times):
+                after = target[s + 1] if s + 1 < len(times) else following[s]
+                wanted[t, env_id, k] = target[s]
+                expected[t, env_id, k] = weights[s] * (paid[s] + gamma * after - of_life[s])
+        assert np.allclose(targets, wanted, atol=1e-4)
+        assert np.allclose(advantages, expected, atol=1e-4)
+        ones = np.ones(data.rewards.shape)
+        for by_vtrace, by_gae in zip(
+            vtrace(data, values, final_values, ones, gamma), gae(data, values, final_values, gamma, 1.0)
+        ):
+            assert np.allclose(by_vtrace, by_gae, atol=1e-4)
+
+
+def two_rollouts(name: str, mode: Any) -> Iterator[Any]:
     if name == "connect four":
         env = StackedVecEnv(ParallelEnv([connect_four_v3.env] * ENVS, mode, seed=5, backend="serial"))
     else:
@@ -284,16 +336,7 @@ def test_advantages_equal_a_loop_over_episodes(name, mode):
     with env:
         rollout = Rollout(env, 60)
         for _ in range(2):
-            data = rollout.collect(lambda current: legal(env, current, rollout.filled))
-            values = rng.normal(size=data.observed.shape).astype(np.float32)
-            final_values = rng.normal(size=data.rewards[data.done].shape).astype(np.float32)
-            advantages, returns = gae(data, values, final_values, 0.9, 0.8)
-            expected = reference(data, values, final_values, 0.9, 0.8)
-            assert np.allclose(advantages, expected, atol=1e-4)
-            acting = data.acting[:-1]
-            assert np.allclose(returns[acting], (expected + values[:-1])[acting], atol=1e-4)
-            assert not returns[~acting].any()
-            assert data.done.any()
+            yield rollout.collect(lambda current: legal(env, current, rollout.filled))
 
 
 def legal(env: StackedVecEnv, current: Any, step: int) -> Any:
@@ -612,6 +655,8 @@ def test_values_of_other_shapes():
             gae(data, np.zeros((7, 3, 3)), np.zeros((3, 3)), 0.9, 0.9)
         with pytest.raises(ValueError, match=r"^final_values must have shape \(3, 3\), got \(7, 3, 3\)"):
             gae(data, np.zeros((8, 3, 3)), np.zeros((7, 3, 3)), 0.9, 0.9)
+        with pytest.raises(ValueError, match=r"^ratios must have shape \(7, 3, 3\), got \(8, 3, 3\)"):
+            vtrace(data, np.zeros((8, 3, 3)), np.zeros((3, 3)), np.zeros((8, 3, 3)), 0.9)
 
 
 def test_steps_that_follow_a_full_rollout_begin_the_next():
