@@ -131,7 +131,8 @@ def _estimates(
 
 
 def _targets(data: RolloutArrays, values: Any, differences: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.where(data.acting[:-1], differences + values[:-1], np.float32(0.0)).astype(np.float32, copy=False)
+    targets: NDArray[np.float32] = np.where(data.acting[:-1], differences + values[:-1], np.float32(0.0))
+    return targets.astype(np.float32, copy=False)
 
 
 def _check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
