@@ -42,8 +42,7 @@ def gae(
     Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016),
     https://arxiv.org/abs/1506.02438, equation 16.
     """
-    ones = np.ones(data.rewards.shape, np.float32)
-    advantages, _ = _estimates(data, values, final_values, gamma, weights=ones, traces=lam * ones)
+    advantages, _ = _estimates(data, values, final_values, gamma, None, lam)
     return advantages, _targets(data, values, advantages)
 
 
@@ -77,8 +76,8 @@ def vtrace(
         max_trace: The largest weight of what follows (c bar): smaller values have less variance and converge slower.
 
     Returns:
-        Advantages of the policy gradient, which have the weight of their action already, and targets of the critic:
-        float32 `(T, N, k)`, zero where an agent does not act. Train on `data.acting[:-1]`.
+        Advantages of the policy gradient, which include the weight of their action, and targets of the critic: float32
+        `(T, N, k)`, zero where an agent does not act. Train on `data.acting[:-1]`.
 
     Raises:
         ValueError: Values or ratios have another shape.
@@ -88,26 +87,29 @@ def vtrace(
     """
     _check_shape("ratios", ratios, data.rewards.shape)
     weights, traces = (np.minimum(ratios, most).astype(np.float32) for most in (max_weight, max_trace))
-    differences, advantages = _estimates(data, values, final_values, gamma, weights=weights, traces=lam * traces)
+    differences, advantages = _estimates(data, values, final_values, gamma, (weights, traces), lam)
     return advantages, _targets(data, values, differences)
 
 
 def _estimates(
-    data: RolloutArrays, values: Any, final_values: Any, gamma: float, *, weights: Any, traces: Any
+    data: RolloutArrays, values: Any, final_values: Any, gamma: float, ratios: tuple[Any, Any] | None, lam: float
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """How far targets of values are from the values, and advantages of actions; zero where an agent does not act.
 
     At each action of an agent, with `next` for its next action in the same life, and the temporal difference `error`::
 
-        difference = weight * error + gamma * trace * difference[next]
+        difference = weight * error + gamma * lam * trace * difference[next]
         advantage  = weight * (error + gamma * difference[next])
+
+    `ratios` are the weights and traces `(T, N, k)`; with None, all are 1, and both results are the differences.
     """
     steps, acting = len(data.rewards), data.acting
     _check_shape("values", values, acting.shape)
     _check_shape("final_values", final_values, (int(data.done.sum()), *acting.shape[2:]))
     after_end = np.zeros(data.rewards.shape, np.float32)
     after_end[data.done] = final_values
-    differences, advantages = np.zeros((2, *data.rewards.shape), np.float32)
+    differences = np.zeros(data.rewards.shape, np.float32)
+    advantages = np.zeros_like(differences)
     # Of the agent's next action: its value (NaN if that is not known), its difference, and the rewards until then.
     next_value = np.where(data.observed[steps], values[steps], np.float32(np.nan))
     next_difference, later_rewards = np.zeros((2, *next_value.shape), np.float32)
@@ -118,16 +120,19 @@ def _estimates(
         goes_on = ~(done | terminated | truncated)
         rewards = data.rewards[t] + goes_on * later_rewards
         after = np.where(np.isnan(next_value), values[t], next_value)
-        error = rewards + gamma * after - values[t]
-        following = gamma * goes_on * next_difference
-        difference = weights[t] * error + traces[t] * following
-        acts = acting[t]
+        error, acts = rewards + gamma * after - values[t], acting[t]
+        if ratios is None:
+            difference = error + gamma * lam * goes_on * next_difference
+        else:
+            weights, traces = ratios[0][t], ratios[1][t]
+            difference = weights * error + gamma * lam * goes_on * traces * next_difference
+            advantage = weights * (error + gamma * goes_on * next_difference)
+            advantages[t] = np.where(acts, advantage, np.float32(0.0))
         differences[t] = np.where(acts, difference, np.float32(0.0))
-        advantages[t] = np.where(acts, weights[t] * (error + following), np.float32(0.0))
         next_value = np.where(acts, values[t], next_value)
         next_difference = np.where(acts, difference, goes_on * next_difference)
         later_rewards = np.where(acts, np.float32(0.0), rewards)
-    return differences, advantages
+    return differences, differences if ratios is None else advantages
 
 
 def _targets(data: RolloutArrays, values: Any, differences: NDArray[np.float32]) -> NDArray[np.float32]:
