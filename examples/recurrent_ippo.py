@@ -57,7 +57,9 @@ class Corridors:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.time, self.back_at = 0, dict.fromkeys(self.possible_agents, 0)
-        self.place, self.end, self.open = {}, {}, {}
+        self.place: dict[str, int] = {}
+        self.end: dict[str, int] = {}
+        self.open: dict[str, int] = {}
         for agent in self.possible_agents:
             self.enter(agent)
         return {agent: self.seen(agent) for agent in self.possible_agents}, {}
