@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.worker.env_runner import merged_options
 from marl_parallel.types import WorkerStats
-
-if TYPE_CHECKING:
-    from marl_parallel.core.pool.recycling import Recycling
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +56,7 @@ class Rebuilds(Extension):
     Attributes:
         traced: Whether workers trace.
         outputs: The outputs of workers besides transitions.
-        recycling: Returns what has successors of environments, constructed before they are needed; None without it.
+        renewal: Returns a function that constructs successors of environments anew; None without recycling.
     """
 
     saved_as = "Rebuilds"
@@ -78,7 +75,7 @@ class Rebuilds(Extension):
         self._pool, self._transitions, self._block, self._settings = pool, transitions, block, settings
         self.construction, self.base_seed, self._options_last = construction, base_seed, options_last
         self.traced, self.outputs = False, Outputs()
-        self.recycling: Callable[[], Recycling | None] = lambda: None
+        self.renewal: Callable[[], Callable[[Sequence[int]], None] | None] = lambda: None
         self._records = [_RebuildState() for _ in pool.slots]
 
     def options(self, env_id: int) -> bytes | None:
@@ -158,9 +155,9 @@ class Rebuilds(Extension):
 
     def outdate(self, env_ids: Sequence[int]) -> None:
         """Let successors be constructed anew: the arguments of constructions have changed, such as the seeds."""
-        recycling = self.recycling()
-        if recycling is not None:
-            recycling.renew(env_ids)
+        renew = self.renewal()
+        if renew is not None:
+            renew(env_ids)
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments that are not in flight again, and count them as never reset."""

@@ -106,7 +106,7 @@ class Recycling(Extension):
         self._leaving: frozenset[int] = frozenset()
         self._retry: dict[int, tuple[float, float]] = {}  # by position: when, and how long after a failure
         self._has_warned = False
-        rebuilds.recycling = weakref.ref(self)  # it refers to `rebuilds`, too
+        rebuilds.renewal = weakref.WeakMethod(self.renew)  # this object refers to `rebuilds`, too
 
     # -- when environments move ----------------------------------------------------------------------------------------
 
