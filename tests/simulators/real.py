@@ -304,6 +304,7 @@ for _version in ("v0", "v1"):
         2,
         "import gymnasium as gym\nimport highway_env",
         kind="tuple",
+        batches=60,  # of slow steps; episodes have at most 8
         comparable=without_sampled_actions,
         why="Without the infos of resets that highway-env samples from an unseeded space.",
     )
@@ -327,13 +328,14 @@ _GRID = (
     "sumo_rl.parallel_env(net_file=str(nets / '2x2.net.xml'), route_file=str(nets / '2x2.rou.xml'), use_gui=False, "
     "num_seconds=300)"
 )
-add("SUMO-RL 2x2grid", "sumo", _GRID, 4, _NETS, variables=_SUMO)
+add("SUMO-RL 2x2grid", "sumo", _GRID, 4, _NETS, batches=80, variables=_SUMO)
 add(
     "SUMO-RL 2x2grid, libsumo",
     "sumo",
     _GRID,
     4,
     _NETS,
+    batches=80,
     variables={**_SUMO, "LIBSUMO_AS_TRACI": "1"},
     options="envs_per_worker=1",
     measured=False,
@@ -363,7 +365,7 @@ gen_scenario(t.Scenario(traffic={"basic": traffic}, ego_missions=missions), outp
 
 folder = Path("grid")
 folder.mkdir()
-roads = ["--grid", "--grid.number", "3", "--grid.length", "120", "--default.lanenumber", "2"]
+roads = ["--grid", "--grid.number", "3", "--grid.length", "50", "--default.lanenumber", "2"]
 subprocess.run([Path(sumo.SUMO_HOME, "bin", "netgenerate"), *roads, "-o", folder / "map.net.xml"], check=True)
 (folder / "scenario.py").write_text(SCENARIO)
 subprocess.run([Path(sys.executable).with_name("scl"), "scenario", "build", folder], check=True, timeout=300)
