@@ -87,6 +87,28 @@ def record_video(
         )
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
+    checked_integer(steps, "steps")
+    if tile_width is not None:
+        checked_integer(tile_width, "tile_width")
+    path, fps = checked_video(env, path, fps)
+    if policy is None:
+        try:
+            env.sample_actions()  # raises before the reset if there are no action spaces
+        except ValueError as error:
+            raise ValueError(f"{error}: pass a policy") from None
+
+        def policy(_: DictPerEnv) -> list[dict[AgentID, Any]]:
+            return env.sample_actions()
+
+    bordered = env.num_envs > 1
+    with _writer(path, fps) as write:
+        for frames, returns in _run(env, steps, policy):
+            write({i: _picture(frame, i, returns[i], tile_width, labels, bordered) for i, frame in enumerate(frames)})
+    return path
+
+
+def checked_video(env: ParallelEnv, path: str | os.PathLike[str], fps: float | None = None) -> tuple[Path, float]:
+    """The path of a video and its frames per second; errors are as in `record_video`, before anything is stepped."""
     path = Path(path)
     if path.suffix.lower() not in _MOST_FPS:
         raise ValueError(f"path must end in {' or '.join(_MOST_FPS)}, got {path.name!r}")
@@ -94,9 +116,6 @@ def record_video(
         raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path.name!r}: the folder {str(path.parent)!r} does not exist")
-    checked_integer(steps, "steps")
-    if tile_width is not None:
-        checked_integer(tile_width, "tile_width")
     most = _MOST_FPS[path.suffix.lower()]
     if fps is None:
         fps = min(float(env.metadata.get("render_fps") or _DEFAULT_FPS), most)
@@ -109,32 +128,44 @@ def record_video(
             f"a video needs simulators that render arrays; their render_mode is {env.render_mode!r}: "
             'construct them with render_mode="rgb_array"'
         )
-    if policy is None:
-        try:
-            env.sample_actions()  # raises before the reset if there are no action spaces
-        except ValueError as error:
-            raise ValueError(f"{error}: pass a policy") from None
+    _libraries()
+    return path, float(fps)
 
-        def policy(_: DictPerEnv) -> list[dict[AgentID, Any]]:
-            return env.sample_actions()
 
-    size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
-    bordered = env.num_envs > 1
-    with _writer(path, float(fps)) as write:
-        for frames, returns in _run(env, steps, policy):
-            pictures = [_picture(frame, i, returns[i], tile_width, labels, bordered) for i, frame in enumerate(frames)]
-            size = size or tuple(max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-            height, width = size
-            for env_id, picture in enumerate(pictures):
-                if picture.shape[0] > height or picture.shape[1] > width:
-                    raise ValueError(
-                        f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
-                        f"{width} x {height} pixels, got one of {picture.shape[1]} x {picture.shape[0]}"
-                    )
-            frame = tiled([padded_array(picture, (height, width, 3)) for picture in pictures])
-            even = [length + length % 2 for length in frame.shape[:2]]  # the codec of mp4 wants even numbers
-            write(padded_array(frame, (*even, 3)))
-    return path
+class _Discarded(Exception):
+    """The video is not to be written."""
+
+
+class EpisodeVideo:
+    """The frames of one environment's episode, without labels, as a video.
+
+    Args:
+        env: The environments.
+        path, fps: As from `checked_video`.
+    """
+
+    def __init__(self, env: ParallelEnv, path: Path, fps: float) -> None:
+        self._env, self._path, self._fps, self._open = env, path, fps, contextlib.ExitStack()
+
+    def begin(self, env_id: int) -> None:
+        """Drop all frames, and write the first frame of an episode."""
+        self.discard()
+        self._write = self._open.enter_context(_writer(self._path, self._fps))
+        self.add(env_id)
+
+    def add(self, env_id: int) -> None:
+        """Write the present frame of an environment."""
+        (frame,) = self._env.render(env_ids=[env_id])
+        self._write({env_id: _picture(frame, env_id, 0.0, None, labels=False, bordered=False)})
+
+    def finish(self) -> None:
+        """Complete the file."""
+        self._open.close()
+
+    def discard(self) -> None:
+        """Drop all frames since `begin`; an earlier file stays. Does nothing after `finish`."""
+        with contextlib.suppress(_Discarded), self._open.pop_all():
+            raise _Discarded
 
 
 def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[Any, ...], list[float]]]:
@@ -193,15 +224,35 @@ def _indexed(frames: list[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
-    """A function that writes a frame; the file exists after the last one, and not if anything raises."""
+def _writer(path: Path, fps: float) -> Iterator[Callable[[Mapping[int, NDArray[np.uint8]]], None]]:
+    """A function that writes pictures by environment as a frame, in tiles that hold the first ones.
+
+    The file exists after the last frame, and not if anything raises.
+    """
     imageio, images, *_ = _libraries()
+    size: list[int] = []  # height and width of each environment's part of the first frame
+
+    def tiles(pictures: Mapping[int, NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        if not size:
+            size.extend(max(picture.shape[axis] for picture in pictures.values()) for axis in (0, 1))
+        height, width = size
+        for env_id, picture in pictures.items():
+            if picture.shape[0] > height or picture.shape[1] > width:
+                raise ValueError(
+                    f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
+                    f"{width} x {height} pixels, got one of {picture.shape[1]} x {picture.shape[0]}"
+                )
+        frame = tiled([padded_array(picture, (height, width, 3)) for picture in pictures.values()])
+        even = [length + length % 2 for length in frame.shape[:2]]  # the codec of mp4 wants even numbers
+        padded: NDArray[np.uint8] = padded_array(frame, (*even, 3))
+        return padded
+
     # ffmpeg opens the file by its name, so the file is in a folder where no other user can put a link.
     with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:
         part = Path(folder, path.name)
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
-            yield frames.append
+            yield lambda pictures: frames.append(tiles(pictures))
             # A frame's time is whole hundredths of a second; some last one more, so that the speed is right.
             ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
             lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
@@ -210,7 +261,7 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)
             with contextlib.closing(writer):  # imageio's own `with` leaves it open after an error
-                yield writer.append_data
+                yield lambda pictures: writer.append_data(tiles(pictures))
         part.replace(path)
 
 

@@ -58,7 +58,7 @@ from marl_parallel.adapters import (
 from marl_parallel.adapters.attributes import layers
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
-from marl_parallel.cli.check_findings import Traits, findings_in, fingerprint, first_difference, pickling_error
+from marl_parallel.cli.check_findings import Traits, findings_in, first_difference, pickling_error
 from marl_parallel.cli.check_texts import (
     AFTER,
     ISOLATED,
@@ -86,6 +86,7 @@ from marl_parallel.core.worker.env_runner import EnvRunner, is_over
 from marl_parallel.core.worker.forks import end_forked_copy
 from marl_parallel.core.worker.loading import imported_for_long
 from marl_parallel.core.worker_status import WorkerStatus
+from marl_parallel.fingerprints import fingerprint
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import START_TIMEOUT_S
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout

@@ -37,7 +37,6 @@ from marl_parallel.cli.app import app
 from marl_parallel.cli.check import Job, RandomActions, Solo, examine, line_of, run_probes
 from marl_parallel.cli.check_findings import (
     Traits,
-    fingerprint,
     first_difference,
     is_flag,
     mismatch,
@@ -46,6 +45,7 @@ from marl_parallel.cli.check_findings import (
 )
 from marl_parallel.cli.check_texts import Examination, Finding, Question, Severity, in_words
 from marl_parallel.core.worker import loading
+from marl_parallel.fingerprints import fingerprint
 
 BUGGY = SIMULATORS / "buggy.py"
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}

@@ -21,7 +21,7 @@ LEVELS = [
     {"types", "action_masks"},
     {"adapters"},
     {"core"},
-    {"backends", "sources", "arguments"},
+    {"backends", "sources", "arguments", "fingerprints"},
     {"settings"},
     {"planning", "stepper"},
     {"runner"},
