@@ -13,7 +13,18 @@ from marl_parallel.core.block.codec import codec
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
-from marl_parallel.rollouts import Current, Extra, Rollout, RolloutArrays, Sequences, gae, sequences, vtrace
+from marl_parallel.rollouts import (
+    Current,
+    EvaluationResult,
+    Extra,
+    Rollout,
+    RolloutArrays,
+    Sequences,
+    evaluate,
+    gae,
+    sequences,
+    vtrace,
+)
 from marl_parallel.sources.native import NativeSimulator, Received
 from marl_parallel.types import (
     EnvError,
@@ -43,6 +54,7 @@ __all__ = [
     "Backend",
     "Current",
     "EnvError",
+    "EvaluationResult",
     "Extra",
     "FinishedEpisode",
     "MultiAgentEnv",
@@ -66,6 +78,7 @@ __all__ = [
     "WorkerStats",
     "WorkerTimeout",
     "codec",
+    "evaluate",
     "gae",
     "make",
     "record_video",

@@ -1,8 +1,22 @@
-"""Around the loop: rollouts of a `StackedVecEnv`, advantages and sequences. Nothing below this folder knows of it."""
+"""Around the loop: rollouts of a `StackedVecEnv`, advantages, sequences, evaluation. Nothing below imports it."""
 
 from marl_parallel.rollouts.advantages import gae, vtrace
 from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays
+from marl_parallel.rollouts.evaluation import evaluate
+from marl_parallel.rollouts.evaluation_result import EvaluationResult
 from marl_parallel.rollouts.rollout import Rollout
 from marl_parallel.rollouts.sequences import Sequences, sequences
 
-__all__ = ["Current", "Extra", "Policy", "Rollout", "RolloutArrays", "Sequences", "gae", "sequences", "vtrace"]
+__all__ = [
+    "Current",
+    "EvaluationResult",
+    "Extra",
+    "Policy",
+    "Rollout",
+    "RolloutArrays",
+    "Sequences",
+    "evaluate",
+    "gae",
+    "sequences",
+    "vtrace",
+]

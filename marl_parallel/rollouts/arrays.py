@@ -38,6 +38,9 @@ class Current(NamedTuple):
         env_ids: The environments that are stepped with these actions: all, or one half of them. `num_envs` above is
             their number.
         begins: bool `(num_envs, k)`: whose hidden state begins anew with this observation, as in `StackedVecEnv`.
+        rngs: Only in `evaluate`: a `numpy.random.Generator` for each row, in an array of objects `(num_envs, k)`. They
+            depend on the episode's seed and the agent alone, so a policy that draws from them plays the same episodes
+            whatever the number of environments. None in a rollout.
     """
 
     observations: Grouped
@@ -47,6 +50,7 @@ class Current(NamedTuple):
     state: Any
     env_ids: range
     begins: Grouped
+    rngs: Grouped | None = None
 
 
 class RolloutArrays(NamedTuple):

@@ -21,6 +21,8 @@ from marl_parallel.core.block.columns import RolloutBuffer
 from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
 from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays, at, put
+from marl_parallel.rollouts.claims import claim
+from marl_parallel.rollouts.infos import declared, named_in, shaped
 from marl_parallel.stepper import Options, Seeds
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, StackedVecEnv, StepReturn
@@ -78,6 +80,7 @@ class Rollout:
         ValueError: `num_steps` or `halves` is out of range; the environments have `auto_reset=False`; or they cannot be
             stepped in halves, because there is only one or they are native simulators.
         MemoryError: The arrays need more memory than is free.
+        RuntimeError: An `evaluate` in the background steps these environments.
 
     Example:
         >>> from marl_parallel import make
@@ -130,7 +133,7 @@ class Rollout:
             for part in self._parts:
                 part.env.narrow(part.env_ids)
         self._next = 0  # the part that acts next
-        self._extras, self._infos = _declared("extras", extras), _declared("infos", infos)
+        self._extras, self._infos = declared("extras", extras), declared("infos", infos)
         shapes = self._shapes(action_masks=action_masks)
         nbytes = _nbytes(tuple(shapes))
         free = free_memory()
@@ -139,6 +142,8 @@ class Rollout:
                 f"{num_steps} steps of {env.num_envs} environments with {env.num_agents} agents need "
                 f"{nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: collect fewer steps at a time"
             )
+        if claim(env.stepper.batch, self, Rollout) is not None:
+            raise RuntimeError("an evaluation steps these environments: wait for it, or make others for the Rollout")
         # Observations are written where they stay if the stepper's view has the same groups, in the same order.
         view = env.stepper.view
         of_view = [[view.agents[position] for position in positions] for _, positions in view.groups]
@@ -283,7 +288,7 @@ class Rollout:
         arrays, part = self.arrays, self._parts[self._next]
         index = part.time, part.rows
         seen = [at(array, index) for array in (*arrays[:4], arrays.states)]
-        return Current._make([*seen, part.env_ids, at(arrays.begins, index)])
+        return Current._make([*seen, part.env_ids, at(arrays.begins, index), None])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
         """Step all environments and store the step; after a full rollout, it is the first step of the next one.
@@ -342,7 +347,7 @@ class Rollout:
         for name, value in extras.items():
             extra, groups = self._extras[name], self.env.group_map
             if not extra.per_agent:
-                checked[name] = _shaped(f"the extra {name!r}", value, (num_envs, *extra.shape), extra.dtype)
+                checked[name] = shaped(f"the extra {name!r}", value, (num_envs, *extra.shape), extra.dtype)
                 continue
             if len(groups) > 1 and not (isinstance(value, Mapping) and value.keys() == groups.keys()):
                 got = f"the keys {[*value]}" if isinstance(value, Mapping) else type(value).__name__
@@ -351,7 +356,7 @@ class Rollout:
                     "value of environments, declare Extra(..., per_agent=False)"
                 )
             checked[name] = self.env.grouped({
-                group: _shaped(
+                group: shaped(
                     f"the extra {name!r}" + (f" of group {group!r}" if len(groups) > 1 else ""),
                     of_group, (num_envs, len(groups[group]), *extra.shape), extra.dtype,
                 )
@@ -381,11 +386,11 @@ class Rollout:
         self, name: str, extra: Extra, stored: Any, informed: Any, at: tuple[int, ...], info: Any, whose: str
     ) -> bool:
         """Store one value of an info, if there is one; returns whether there is."""
-        value = _named_in(info, name)
+        value = named_in(info, name)
         if value is None:
             return False
         try:
-            stored[at] = _shaped(f"{whose}: the info {name!r}", value, extra.shape, extra.dtype)
+            stored[at] = shaped(f"{whose}: the info {name!r}", value, extra.shape, extra.dtype)
             informed[at] = True
         except ValueError as error:
             self._unfit = self._unfit or [str(error)]
@@ -509,42 +514,6 @@ class Rollout:
         if arrays.action_masks is not None:
             put(arrays.action_masks, index, env.action_masks)
         put(arrays.states, index, env.state)
-
-
-def _declared(what: str, declared: Mapping[str, Extra | tuple[int, ...]] | None) -> dict[str, Extra]:
-    """Extras or infos by name; `TypeError` if one is not a shape or an `Extra`."""
-    for name, extra in (declared or {}).items():
-        if not isinstance(extra, tuple):
-            raise TypeError(f"{what}[{name!r}] must be a shape or an Extra, got {extra!r}")
-    return {name: one if isinstance(one, Extra) else Extra(one) for name, one in (declared or {}).items()}
-
-
-def _shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """A value as an array of this shape; `ValueError` if it has another one, or values that the dtype cannot hold."""
-    try:
-        array = np.asarray(value)
-    except Exception as error:  # whatever its `__array__` raises
-        raise ValueError(f"{what} must be numbers of shape {shape}, got {type(value).__name__} ({error})") from error
-    are_numbers = array.dtype.kind in "biufc" or np.dtype(dtype).kind not in "biufc"
-    if array.shape != shape or not are_numbers:
-        got = f"shape {array.shape}" if are_numbers else f"{value!r:.200}"
-        raise ValueError(f"{what} must be numbers of shape {shape}, got {got}")
-    if np.dtype(dtype).kind in "biu" and not np.can_cast(array.dtype, dtype):
-        with np.errstate(invalid="ignore"):  # NaN and infinity
-            lost = array.astype(dtype) != array
-        if lost.any():
-            raise ValueError(f"{what} is {array[lost].flat[0]}, which its dtype {np.dtype(dtype)} cannot hold")
-    return array
-
-
-def _named_in(info: Any, name: str) -> Any:
-    """A value of an info, or of nested dicts, whose keys are joined by "/"; None if there is none."""
-    if not isinstance(info, Mapping):
-        return None
-    if name in info:
-        return info[name]
-    first, _, rest = name.partition("/")
-    return _named_in(info.get(first), rest) if rest else None
 
 
 def _aligned(nbytes: int) -> int:
