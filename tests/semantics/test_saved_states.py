@@ -22,6 +22,7 @@ from helpers import ROOT
 from helpers.comparison import assert_same
 from helpers.scenarios import REAL, SYNTHETIC, Event, record, scenario
 from helpers.setups import Setup, rest
+from mpe2 import simple_reference_v3
 from simulators.native_arena import Arena
 from simulators.saved import (
     Easy,
@@ -103,6 +104,20 @@ def test_another_number_of_workers(name, two_worker_setup, build):
 @pytest.mark.parametrize("name", ["skirmish", "hunt", *map(rest, sorted({*SYNTHETIC} - {"skirmish", "hunt"}))])
 def test_other_autoreset_modes(name, mode, two_worker_setup, build):
     check_loads(name, mode, two_worker_setup, build)
+
+
+def test_worker_threads_share_pygame():
+    """The close of an environment ends pygame in the whole process: not while another thread makes its objects."""
+    import pygame.surfarray  # noqa: F401  # pygame imports it at the first use, also if two threads have theirs at once
+
+    make = functools.partial(simple_reference_v3.parallel_env, render_mode="rgb_array")
+    with ParallelEnv([make] * 4, seed=1, backend="thread", num_workers=2) as env:
+        env.reset()
+        env.step(env.sample_actions())
+        states, frames = env.save_state(), copy.deepcopy(env.render())
+        for _ in range(30):
+            env.load_state(states)
+        assert_same(env.render(), frames)  # with texts in fonts of pygame
 
 
 # -- everything else that goes on --------------------------------------------------------------------------------------

@@ -709,9 +709,13 @@ class Worker:
         """Replace the present environment by the loaded one.
 
         All present ones are closed first: a close may shut down a library, such as pygame, that loaded ones use.
+        Among worker threads, those with pygame are dropped without a close, which would shut it down for other workers.
         """
+        in_thread = not (self._own_process or self._in_line)
         for other in [one for one in self._loaded if one not in self._closed]:
             self._closed.add(other)
+            if in_thread and self._loaded[other].loaded.uses_pygame:
+                continue
             try:
                 self._close(other, None)
             except BaseException as error:  # as in a rebuild
@@ -719,7 +723,7 @@ class Worker:
                     raise
         new, saved, loaded, arrays = self._loaded.pop(env_id)
         self._closed.discard(env_id)
-        if loaded.uses_pygame:
+        if loaded.uses_pygame and not in_thread:
             if saved.needs_constructor:
                 close_quietly(loaded.env)
             *_, loaded, arrays = self._made_beside(env_id, new, saved)
