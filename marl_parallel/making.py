@@ -57,6 +57,7 @@ _FACADES = {
     "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
     "tianshou": ("TianshouVecEnv", AutoresetMode.DISABLED),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
+    "tuple": ("TupleVecEnv", AutoresetMode.SAME_STEP),
 }
 """By facade name: the class in `marl_parallel.vector`, and the auto-reset mode that its library expects."""
 
@@ -116,6 +117,11 @@ def make(
     name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["stacked"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.StackedVecEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["tuple"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.TupleVecEnv: ...  # fmt: skip
 def make(
     name: Names,
     num_envs: int = 1,
@@ -139,8 +145,8 @@ def make(
         env_kwargs: Keywords for each environment's constructor; or for `ParallelEnv.from_envpool`, `vmas.make_env`,
             `jaxmarl.make`. Or a list of keywords for different environments, one for each name if there are several.
         facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"`,
-            `"tianshou"` or `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless
-            `auto_reset` is passed. None returns the `ParallelEnv`.
+            `"tianshou"`, `"torchrl"` or `"tuple"`: returns that facade, made with the auto-reset mode of its library
+            unless `auto_reset` is passed. None returns the `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.

@@ -29,7 +29,7 @@ AdapterName: TypeAlias = Literal[
     "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents", "pymarl", "mappo"
 ]
 FacadeName: TypeAlias = Literal[
-    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "stacked", "tianshou", "torchrl"
+    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "stacked", "tianshou", "torchrl", "tuple"
 ]
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stepper import Stacked as Stacked
     from marl_parallel.vector.tianshou import TianshouVecEnv as TianshouVecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
+    from marl_parallel.vector.tuples import TupleVecEnv as TupleVecEnv
 
 # By module: its names. If they need the extra of the module's name: the title and the packages of its library.
 _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
@@ -64,6 +65,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     "stepper": (["ArrayStepper", "Arrays", "FacadeStepper", "Stacked"], "", []),
     "tianshou": (["TianshouVecEnv"], "Tianshou", ["tianshou"]),
     "torchrl": (["TorchRLEnv"], "TorchRL", ["torchrl"]),
+    "tuples": (["TupleVecEnv"], "", []),
 }
 _MODULE_OF = {name: module for module, (names, *_) in _MODULES.items() for name in names}
 

@@ -253,6 +253,25 @@ def inherited_flags(arrays: Arrays, agents: NDArray[np.bool_] | None = None) -> 
     )
 
 
+def reset_mask(
+    options: Mapping[str, Any] | None, num_rows: int
+) -> tuple[dict[str, Any] | None, NDArray[np.bool_] | None]:
+    """Options of a reset without `"reset_mask"`, and this mask of the rows to reset, or None.
+
+    Raises `TypeError` or `ValueError` if the mask is not bool `(num_rows,)`, or selects no row.
+    """
+    options = dict(options or {})
+    mask = options.pop("reset_mask", None)
+    if mask is not None:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
+        if mask.shape != (num_rows,):
+            raise ValueError(f"options['reset_mask'] must have shape ({num_rows},), got {mask.shape}")
+        if not mask.any():
+            raise ValueError("options['reset_mask'] must have at least one True")
+    return options or None, mask
+
+
 # -- infos in arrays ---------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ CLASSES = {
     "share": "ShareVecEnv",
     "stacked": "StackedVecEnv",
     "torchrl": "TorchRLEnv",
+    "tuple": "TupleVecEnv",
 }
 # Others have tests of `make` of their own: PyMARL's simulators are of one kind, and Tianshou's agents act as one.
 
@@ -50,6 +51,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rllib": (in_dicts, of_dicts),
     "share": (lambda actions: actions[..., None], lambda values: np.reshape(values, (ENVS, len(AGENTS), -1)).squeeze()),
     "stacked": (np.asarray, np.asarray),
+    "tuple": (np.transpose, lambda values: np.stack(values, 1) if isinstance(values, tuple) else values),
     **dict.fromkeys(["agilerl", "pettingzoo"], (lambda actions: dict(zip(AGENTS, actions.T)), of_agents)),
 }
 """How a facade takes actions `(num_envs, agents)`, and how to read its values in that form."""
@@ -103,6 +105,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "gymnasium": {"agents": AGENTS},
     "stacked": {"with_state": False},
     "torchrl": {"return_state": False},
+    "tuple": {"flags_by_agent": True},
 }
 
 
@@ -116,7 +119,7 @@ def test_keywords_of_the_facade(facade):
         make(simple_spread_v3.parallel_env, facade_kwargs={"colour": 1}, **build)
 
 
-@pytest.mark.parametrize("facade", ["gymnasium", "pettingzoo", "share", "stacked"])
+@pytest.mark.parametrize("facade", ["gymnasium", "pettingzoo", "share", "stacked", "tuple"])
 def test_the_page_names_the_facades_without_masks_of_rows(facade):
     page = (ROOT / "docs" / "frameworks" / "index.md").read_text()
     exceptions = re.search(r"All facades except (.+?) have two masks", page, re.DOTALL)

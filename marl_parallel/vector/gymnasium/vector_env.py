@@ -23,7 +23,16 @@ from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.forwarding import simulators
-from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos, with_the_dead
+from marl_parallel.vector.rows import (
+    AgentRows,
+    agent_infos,
+    bounds,
+    divided,
+    reset_mask,
+    stacked,
+    vector_infos,
+    with_the_dead,
+)
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
@@ -150,20 +159,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
         self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
     ) -> tuple[int | Sequence[int | None] | None, dict[str, Any] | None, list[int] | None]:
         """Seeds by environment, options without the mask, and the environments of the mask."""
-        options = dict(options or {})
-        env_ids, mask = None, options.pop("reset_mask", None)
+        options, mask = reset_mask(options, self.num_envs)
+        env_ids: list[int] | None = None
         if mask is not None:
-            if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-                raise TypeError(f"options['reset_mask'] must be a numpy array of bool, got {type(mask).__name__}")
-            if mask.shape != (self.num_envs,):
-                raise ValueError(f"options['reset_mask'] must have shape ({self.num_envs},), got {mask.shape}")
-            if not mask.any():
-                raise ValueError("options['reset_mask'] must have at least one True")
             env_ids = np.flatnonzero(self._rows.by_env(mask.tolist(), "options['reset_mask']")).tolist()
         if seed is not None and not isinstance(seed, int | np.integer):
             seed = self._rows.by_env([*seed], "seeds")
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
-        return seed, options or None, env_ids
+        return seed, options, env_ids
 
     def render(self) -> tuple[Any, ...] | None:
         """A frame for each row, which is its environment's; None if `render_mode` is None."""
