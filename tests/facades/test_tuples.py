@@ -29,7 +29,7 @@ class Warehouse(Foraging):
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, Any]:
         seen, _ = super().reset(seed=seed)
         self.returns = np.zeros(AGENTS)
-        return seen, {"shelf": 7, "action_mask": self.mask()}
+        return seen, {"shelf": 7, "action_mask": self.mask(), "metrics": {"return": 0.0, "length": 0.0}}
 
     def mask(self) -> np.ndarray:
         mask = np.ones((AGENTS, 4), np.int8)
@@ -39,7 +39,8 @@ class Warehouse(Foraging):
     def step(self, actions: Any) -> tuple[Any, ...]:
         seen, rewards, over, *_ = super().step(actions)
         self.returns = self.returns + rewards
-        info = {"time": self.time, "place": np.array([self.total, 1.0]), "action_mask": self.mask()}
+        info: dict[str, Any] = {"place": np.array([self.total, 1.0]), "action_mask": self.mask()}
+        info["metrics"] = {"return": float(self.returns.sum()), "length": float(self.time)}
         is_cut_off = over and bool(self.total % 2)
         return seen, rewards, over and not is_cut_off, is_cut_off, info | ({"returns": self.returns} if over else {})
 
@@ -224,11 +225,12 @@ def test_four_values():
 
 
 def test_agents_stacked():
-    """As Mava and OG-MARL: arrays `(N, k, ...)`, and the mask of the episode that has begun."""
+    """As Mava and OG-MARL: arrays `(N, k, ...)`, the mask of the episode that has begun, metrics of the one before."""
     env = make(Warehouse, ENVS, facade="tuple", seed=SEED, backend="serial")
     assert (env.unwrapped, len(env.single_action_space), env.num_envs) == (env, AGENTS, ENVS)
     assert isinstance(env, gymnasium.vector.VectorEnv)
     loops = [PlainLoop(Warehouse, SEED + env_id) for env_id in range(ENVS)]
+    lengths, sums = [0] * ENVS, [0.0] * ENVS
     obs, info = env.reset(seed=[SEED + env_id for env_id in range(ENVS)], options=None)
     for of_step in batches(10):
         assert np.array_equal(np.stack(obs, axis=1), np.stack([loop.seen for loop in loops]))
@@ -237,9 +239,15 @@ def test_agents_stacked():
         obs, rewards, terminated, truncated, info = env.step(np.swapaxes(action, 0, 1))
         expected = [loop.step(own) for loop, own in zip(loops, action.tolist())]
         assert rewards.tolist() == [[float(one) for one in of_loop[0]] for of_loop in expected]
-        step_type = np.where(terminated | truncated, 2, 1)
-        assert (step_type == 2).tolist() == [all(loop.done) for loop in loops]
-        for loop in loops:
+        ep_done = np.logical_or(terminated, truncated)
+        assert ep_done.tolist() == [all(loop.done) for loop in loops]
+        for i in np.flatnonzero(ep_done):
+            for key, value in info["final_info"][i]["metrics"].items():
+                info["metrics"][key][i] = value
+        for i, loop in enumerate(loops):
+            length, returns = lengths[i] + 1, sums[i] + sum(expected[i][0])
+            assert (info["metrics"]["length"][i], info["metrics"]["return"][i]) == (length, returns)
+            lengths[i], sums[i] = (0, 0.0) if ep_done[i] else (length, returns)
             loop.done = [False] * AGENTS
     env.close()
 
