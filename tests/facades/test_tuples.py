@@ -15,8 +15,6 @@ from simulators.tuple_envs import Foraging, Intersection, Pathfinding
 from marl_parallel import ParallelEnv, make
 from marl_parallel.vector import TupleVecEnv
 
-pytestmark = pytest.mark.release_independent
-
 ENVS, AGENTS = 3, 3
 SEED = 5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from helpers.promises.driver import SAME_STEP, Driver, Read, at, observations, of_all, plain, row_info
 from helpers.promises.games import AGENTS
 from helpers.promises.loop import ByAgent, Moment
@@ -13,8 +12,6 @@ from helpers.promises.table import Promises
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import TupleVecEnv
-
-pytestmark = pytest.mark.release_independent
 
 FINAL = ("final_obs", "final_info")
 MASK = "action_mask"
@@ -29,10 +26,6 @@ class TupleDriver(Driver):
 
     def make(self, env: ParallelEnv, **own: Any) -> TupleVecEnv:
         return TupleVecEnv(env, flags_by_agent=True, **own)
-
-    def open(self, constructors: Any, mode: Any, **arguments: Any) -> TupleVecEnv:
-        own = {name: arguments.pop(name) for name in ("scalarize",) if name in arguments}
-        return self.make(ParallelEnv(constructors, mode, **arguments), **own)
 
     def reset(self, facade: TupleVecEnv, env_ids: list[int] | None = None) -> Any:
         mask = {} if env_ids is None else {"reset_mask": np.array([env_id in env_ids for env_id in range(3)])}
