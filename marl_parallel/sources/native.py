@@ -578,6 +578,7 @@ class SimulatorSource(Source, Transitions):
         self.closed = self.freed = True
         try:
             self._simulator.close()
+            self._wait_for_call(timeout)  # another thread leaves its call soon
         except KeyboardInterrupt:
             self.freed = False  # the next call frees the rest
             raise

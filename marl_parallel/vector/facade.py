@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.block.array_view import Actions, Arrays
-from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.stepper import Options, Seeds
 from marl_parallel.vector.forwarding import OfParallelEnv
@@ -165,6 +167,24 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
         first = self._first(arrays)
         self._set_own_states(own_states)
         return first
+
+    @contextlib.contextmanager
+    def unguarded(self: FacadeT) -> Iterator[FacadeT]:
+        """Step inside a call that lasts: yields a copy of this facade whose methods do not check for other calls.
+
+        Use it only in the thread of the call that the guard has. At the end, the attributes that the copy has changed,
+        such as those of the latest step, are set here.
+        """
+        before, other = {**vars(self)}, copy.copy(self)
+        attributes = vars(other)
+        attributes["_guard"] = before["_guard"] = CallGuard(self._stepper.batch.check_open)  # type: ignore[attr-defined]
+        try:
+            yield other
+        finally:
+            missing = object()
+            vars(self).update({
+                name: value for name, value in attributes.items() if value is not before.get(name, missing)
+            })  # fmt: skip
 
     def close(self, **keywords: Any) -> None:
         """Close the environments, with the keywords of `ParallelEnv.close`; idempotent."""
