@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -18,8 +19,11 @@ from marl_parallel.adapters.protocol import described
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core.block import stacking
 from marl_parallel.core.block.columns import RolloutBuffer
+from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.reports.reports import logger
 from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
+from marl_parallel.rollouts.ahead import Ahead, Finished, check_alike, unpacked
 from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays, at, put
 from marl_parallel.rollouts.claims import claim
 from marl_parallel.rollouts.infos import declared, named_in, shaped
@@ -40,6 +44,29 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.rows = slice(self.env_ids.start, self.env_ids.stop)
+
+
+class _Set(NamedTuple):
+    """The arrays of one rollout."""
+
+    arrays: RolloutArrays
+    observations: list[Any]  # its observations by group
+    first: int  # the time step of the rollout buffer at which it begins
+
+
+@dataclass
+class _Storage:
+    """The memory of one or two rollouts."""
+
+    sets: list[_Set]
+    buffer: RolloutBuffer | None  # None if workers write no observations where they stay
+    block: NDArray[np.uint8]
+    is_pinned: bool = False
+
+
+def _with_last_time(arrays: RolloutArrays) -> tuple[Any, ...]:
+    """The arrays `(T + 1, N, ...)` of what a policy acts on."""
+    return (*arrays[:4], arrays.states, arrays.begins)
 
 
 def _halves(env: StackedVecEnv) -> tuple[range, range]:
@@ -71,9 +98,6 @@ class Rollout:
     Attributes:
         env: The `StackedVecEnv`. With `halves=2`, only its `reset` sets its attributes.
         num_steps: T.
-        filled: How many steps of the present rollout have been stored, of all environments.
-        arrays: The data, `RolloutArrays`; views of the memory that is written.
-        finished_episodes: The returns and lengths of the episodes that ended in the present rollout.
 
     Raises:
         TypeError: `env` is not a `StackedVecEnv`, or an extra or info is not a shape or an `Extra`.
@@ -123,8 +147,11 @@ class Rollout:
                 "a Rollout goes on when an episode ends, so it needs a ParallelEnv that resets by itself: pass "
                 'auto_reset=True or auto_reset="NEXT_STEP", got auto_reset=False'
             )
-        self.filled = 0
-        self.finished_episodes: list[FinishedEpisode] = []
+        self._guard = env.stepper.batch.guard
+        self._is_ahead = False  # while the thread of `ahead` collects
+        self._loaded: list[Finished] = []  # the complete rollout that `load_state` has read, until `ahead` returns it
+        self._filled = 0
+        self._episodes: list[FinishedEpisode] = []
         self._unfit: list[str] = []  # the error of a value from infos that does not fit
         self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
@@ -134,31 +161,37 @@ class Rollout:
                 part.env.narrow(part.env_ids)
         self._next = 0  # the part that acts next
         self._extras, self._infos = declared("extras", extras), declared("infos", infos)
-        shapes = self._shapes(action_masks=action_masks)
-        nbytes = _nbytes(tuple(shapes))
-        free = free_memory()
-        if free is not None and nbytes > free:
-            raise MemoryError(
-                f"{num_steps} steps of {env.num_envs} environments with {env.num_agents} agents need "
-                f"{nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: collect fewer steps at a time"
-            )
-        if claim(env.stepper.batch, self, Rollout) is not None:
-            raise RuntimeError("an evaluation steps these environments: wait for it, or make others for the Rollout")
+        self._has_masks = action_masks
         # Observations are written where they stay if the stepper's view has the same groups, in the same order.
         view = env.stepper.view
         of_view = [[view.agents[position] for position in positions] for _, positions in view.groups]
         self._in_place = of_view == [*env.group_map.values()]
-        self._buffer: RolloutBuffer | None = None
+        self._storage = self._allocated(1)
+        self._set = self._storage.sets[0]
+
+    def _allocated(self, count: int) -> _Storage:
+        """Memory for `count` rollouts, in one block."""
+        env, num_steps = self.env, self.num_steps
+        shapes = self._shapes(action_masks=self._has_masks)
+        nbytes = count * _nbytes(tuple(shapes))
+        free = free_memory()
+        if free is not None and nbytes > free:
+            raise MemoryError(
+                f"{count * num_steps} steps of {env.num_envs} environments with {env.num_agents} agents need "
+                f"{nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: collect fewer steps at a time"
+            )
+        if claim(env.stepper.batch, self, Rollout) is not None:
+            raise RuntimeError("an evaluation steps these environments: wait for it, or make others for the Rollout")
+        buffer: RolloutBuffer | None = None
         if self._in_place:
-            more = nbytes - _nbytes(shapes.observations)
-            self._buffer = env.stepper.batch.rollout_buffer(num_steps + 1, more)
-        if self._buffer is None:
+            more = nbytes - count * _nbytes(shapes.observations)
+            buffer = env.stepper.batch.rollout_buffer(count * (num_steps + 1), more)
+        if buffer is None:
             block: Any = mmap.mmap(-1, max(nbytes, 1))
             start = used = 0
         else:
-            block, start, used = self._buffer.memory, self._buffer.start, self._buffer.more
+            block, start, used = buffer.memory, buffer.start, buffer.more
             shapes = shapes._replace(observations=None)
-        self._block, self._pinned = np.frombuffer(block, np.uint8)[start:], False
 
         def allocated(empty: NDArray[Any]) -> NDArray[Any]:
             nonlocal used
@@ -168,11 +201,33 @@ class Rollout:
             used += _aligned(array.nbytes)
             return array
 
-        self.arrays = RolloutArrays(*tree_map(allocated, tuple(shapes)))
-        if self._buffer is not None:
-            in_buffer = env.grouped(dict(zip(env.group_map, self._buffer.observations)))
-            self.arrays = self.arrays._replace(observations=in_buffer)
-        self._observations = [*env.by_group(self.arrays.observations).values()]
+        sets = []
+        for first in range(0, count * (num_steps + 1), num_steps + 1):
+            arrays = RolloutArrays(*tree_map(allocated, tuple(shapes)))
+            if buffer is not None:
+                times = slice(first, first + num_steps + 1)
+                written = [at(of_group, times) for of_group in buffer.observations]
+                arrays = arrays._replace(observations=env.grouped(dict(zip(env.group_map, written))))
+            sets.append(_Set(arrays, [*env.by_group(arrays.observations).values()], first))
+        return _Storage(sets, buffer, np.frombuffer(block, np.uint8)[start:])
+
+    @property
+    def arrays(self) -> RolloutArrays:
+        """The data: views of the memory that is written."""
+        self._check_not_ahead("arrays")
+        return self._set.arrays
+
+    @property
+    def filled(self) -> int:
+        """How many steps of the present rollout have been stored, of all environments."""
+        self._check_not_ahead("filled")
+        return self._filled
+
+    @property
+    def finished_episodes(self) -> list[FinishedEpisode]:
+        """The returns and lengths of the episodes that ended in the present rollout."""
+        self._check_not_ahead("finished_episodes")
+        return self._episodes
 
     def _shapes(self, *, action_masks: bool) -> RolloutArrays:
         """Arrays of the shapes and dtypes for `num_steps` steps, without memory."""
@@ -231,6 +286,7 @@ class Rollout:
 
         `collect` does this, too, if it has not been done before.
         """
+        self._check_not_ahead("reset")
         return self._begin(lambda env: env.reset(seed, options))
 
     def _begin(self, begin: Callable[[StackedVecEnv], tuple[Grouped, Any]]) -> Current:
@@ -244,6 +300,7 @@ class Rollout:
             observations, _ = begin(env)
         finally:
             env.stepper.view.write_to(None)
+        self._loaded.clear()
         self._clear()
         self._store_current(whole, observations)
         self._next = 0
@@ -251,7 +308,7 @@ class Rollout:
             if part.env is not env:
                 part.env.acting, part.env.state = (at(of_all, part.rows) for of_all in (env.acting, env.state))
         self._has_reset = True
-        return self.current
+        return self._current
 
     def save_state(self) -> list[bytes]:
         """Save the environments between two rollouts: after `collect`, or `reset`; as `ParallelEnv.save_state`.
@@ -259,36 +316,75 @@ class Rollout:
         The data of the rollout are not saved, only what the next one begins with.
 
         Raises:
-            ValueError: The rollout has some of its steps, but not all.
+            ValueError: The rollout has some of its steps, but not all; or `load_state` has loaded a complete rollout
+                that `ahead` has not returned yet.
+            AlreadyPendingCallError: In a block of `ahead`: call `Ahead.save_state`.
             ResetNeeded, TypeError: As `ParallelEnv.save_state`.
         """
-        times = {part.time for part in self._parts}
-        if not (times <= {0} or times == {self.num_steps}):
-            raise ValueError(
-                f"the rollout has {self.filled} of {self.num_steps} steps, which would be lost: call save_state after "
-                "collect(), or when filled is num_steps"
-            )
+        self._check_not_ahead("save_state")
+        self._check_nothing_loaded()
+        self._check_between_rollouts("save_state")
+        return self._saved(self.env)
+
+    def _saved(self, env: StackedVecEnv) -> list[bytes]:
+        """The states of all environments, by the facade of all of them."""
         final = [state for part in self._parts if (state := part.env.final_state) is not None]
         if len(final) == len(self._parts) > 1:
-            self.env.final_state = np.concatenate(final)
-        return self.env.save_state()
+            env.final_state = np.concatenate(final)
+        return env.save_state()
 
     def load_state(self, states: Sequence[bytes]) -> Current:
         """Go on from what `save_state` has returned, with an empty rollout; no `reset` is needed before.
 
-        Errors are as in `ParallelEnv.load_state`.
+        The states of `Ahead.save_state` also have a complete rollout: call `ahead` next, which returns it first.
+
+        Errors are as in `ParallelEnv.load_state`; or `ValueError` if the complete rollout does not fit this object.
         """
-        return self._begin(lambda env: env.load_state(states))
+        self._check_not_ahead("load_state")
+        if len(states) != self.env.num_envs + 1:
+            return self._begin(lambda env: env.load_state(states))
+        loaded = unpacked(states[-1])
+        check_alike(loaded.arrays, self._set.arrays)
+        current = self._begin(lambda env: env.load_state(states[:-1]))
+        self._loaded.append(loaded)
+        return current
+
+    def _check_between_rollouts(self, name: str) -> None:
+        times = {part.time for part in self._parts}
+        if not (times <= {0} or times == {self.num_steps}):
+            raise ValueError(
+                f"the rollout has {self._filled} of {self.num_steps} steps, which would be lost: call {name} after "
+                "collect(), or when filled is num_steps"
+            )
+
+    def _check_nothing_loaded(self) -> None:
+        if self._loaded:
+            raise ValueError(
+                "the loaded states have a complete rollout, which would be lost: go on with ahead(), or call reset()"
+            )
+
+    def _check_not_ahead(self, name: str) -> None:
+        if self._is_ahead:
+            self.env.stepper.batch.check_open()
+            raise AlreadyPendingCallError(
+                f"{name} of a Rollout was used in the block of ahead(), whose thread collects: use what the loop "
+                "returns, or leave the block first",
+                name,
+            )
 
     @property
     def current(self) -> Current:
         """What the policy acts on next; raises `ResetNeeded` before the first `reset`."""
+        self._check_not_ahead("current")
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
-        arrays, part = self.arrays, self._parts[self._next]
-        index = part.time, part.rows
-        seen = [at(array, index) for array in (*arrays[:4], arrays.states)]
-        return Current._make([*seen, part.env_ids, at(arrays.begins, index), None])
+        return self._current
+
+    @property
+    def _current(self) -> Current:
+        part = self._parts[self._next]
+        *seen, begins = self._current_of(part)
+        return Current._make([*seen, part.env_ids, begins, None])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
         """Step all environments and store the step; after a full rollout, it is the first step of the next one.
@@ -308,14 +404,18 @@ class Rollout:
                 dtype cannot hold; nothing has been stepped. Or a value from infos does not fit in this way; the step
                 has been stored without that value.
         """
-        arrays = self.arrays
-        if extras.keys() != arrays.extras.keys():
-            raise TypeError(f"expected the extras {[*arrays.extras]}, got {[*extras]}")
+        self._check_not_ahead("step")
+        self._check_nothing_loaded()
+        return self._step(actions, extras)
+
+    def _step(self, actions: Grouped, extras: Mapping[str, Any]) -> Current:
+        if extras.keys() != self._extras.keys():
+            raise TypeError(f"expected the extras {[*self._extras]}, got {[*extras]}")
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         checked = self._checked_extras(extras, len(self._parts[self._next].env_ids))
         self._begin_next()
-        part = self._parts[self._next]
+        arrays, part = self._set.arrays, self._parts[self._next]
         index = part.time, part.rows
         for name, value in checked.items():
             put(arrays.extras[name], index, value)
@@ -336,10 +436,10 @@ class Rollout:
                 self._store(other, other.env.step_wait())
             if other.time == self.num_steps:
                 self._store(part, part.env.step_wait())
-        self.filled = min(part.time for part in self._parts)
+        self._filled = min(part.time for part in self._parts)
         if self._unfit:
             raise ValueError(self._unfit.pop())
-        return self.current
+        return self._current
 
     def _checked_extras(self, extras: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
         """The extras of `num_envs` environments as arrays of the declared shapes; `ValueError` for any other shape."""
@@ -368,7 +468,7 @@ class Rollout:
         """Store the declared values from infos; `step` later raises the error of a value that does not fit."""
         groups = self.env.group_map
         for name, extra in self._infos.items():
-            stored, informed = self.arrays.infos[name], self.arrays.informed[name]
+            stored, informed = self._set.arrays.infos[name], self._set.arrays.informed[name]
             for env_id, of_env in infos.items():
                 if not extra.per_agent:
                     whose = f"environment {env_id}"
@@ -398,7 +498,7 @@ class Rollout:
 
     def _store(self, part: _Part, results: StepReturn) -> None:
         """Store a step of some environments."""
-        arrays, env, index = self.arrays, part.env, (part.time, part.rows)
+        arrays, env, index = self._set.arrays, part.env, (part.time, part.rows)
         observations, rewards, terminations, truncations, infos = results
         put(arrays.rewards, index, rewards)
         if self._infos and infos:
@@ -410,7 +510,7 @@ class Rollout:
             arrays.terminated[index], arrays.truncated[index], arrays.done[index] = (
                 env.terminated, env.truncated, env.done
             )  # fmt: skip
-            self.finished_episodes += env.parallel_env.finished_episodes
+            self._episodes += env.parallel_env.finished_episodes
             if env.done.any():
                 ended = np.flatnonzero(env.done)
                 of_ended = part.time, part.env_ids.start + ended
@@ -427,14 +527,144 @@ class Rollout:
             policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
                 extras.
         """
+        self._check_not_ahead("collect")
+        self._check_nothing_loaded()
         if not self._has_reset:
             self.reset()
         self._begin_next()
-        current = self.current
-        while self.filled < self.num_steps:
+        self._fill(policy)
+        return self._set.arrays
+
+    def _fill(self, policy: Policy) -> None:
+        """Step until the rollout is full."""
+        current = self._current
+        while self._filled < self.num_steps:
             actions, extras = self._chosen(policy(current))
-            current = self.step(actions, **extras)
-        return self.arrays
+            current = self._step(actions, extras)
+
+    # -- collecting while the caller trains --------------------------------------------------------------------------
+
+    def ahead(self, policy: Policy, *, publish: Callable[[], object], rollouts: int | None = None) -> Ahead:
+        """Collect each rollout while the caller trains on the one before: a loop over rollouts, in a `with` block.
+
+        A thread collects. Rollouts 0 and 1 are collected with the first weights. When the loop asks for a rollout and
+        that one is complete, `publish` is called while nobody acts, and then the next rollout begins. So rollout k is
+        collected with the weights after training on the first k - 1 rollouts, whatever takes how long. If the policy
+        draws from a generator of its own, the same seed gives the same data.
+
+        While the block is open, the thread makes all calls of the environments. All other calls are refused, except for
+        `close`, and so are `collect`, `step`, `arrays`, `current` and the other methods of this object. `env` has the
+        attributes of the latest step only after the block. The end of the block, also by an exception or Ctrl-C, waits
+        for the step in progress and drops the rollout in progress. The next `collect` begins with the current
+        observations.
+
+        The memory of two rollouts is kept from the first block on. If `collect` was called before and its arrays are
+        still in use, that is three in all.
+
+        Args:
+            policy: As in `collect`. The thread calls it, so it needs a copy of the learner's network; with torch, it
+                needs its own `torch.no_grad()`, which counts for one thread.
+            publish: Copies the learner's weights into the policy; called in the caller's thread. A second block begins
+                without it: call it before the block if the learner has trained since.
+            rollouts: How many rollouts the loop gets; None for no end.
+
+        Returns:
+            A context manager, and in its block an iterator of `RolloutArrays`, each valid until the next one is asked
+            for: see `Ahead`. The loop raises what the policy raises in the thread, and faults.
+
+        Raises:
+            ValueError: The rollout has some of its steps, but not all; or `rollouts` is out of range.
+            TypeError: `policy` or `publish` cannot be called.
+            AlreadyPendingCallError: A block of `ahead` is open; or at the beginning of the block, another call is in
+                progress.
+            MemoryError: At the beginning of the block: two rollouts need more memory than is free.
+
+        Example:
+            >>> from marl_parallel import make
+            >>> env = make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, facade="stacked")
+            >>> rollout, learner, actor = Rollout(env, num_steps=25), {"action": 0}, {"action": 0}
+            >>> def act(current):
+            ...     return np.full(current.acting.shape, actor["action"])
+            >>> with rollout.ahead(act, publish=lambda: actor.update(learner), rollouts=4) as rollouts:
+            ...     for data in rollouts:
+            ...         learner["action"] += 1
+            ...         print(rollouts.version, data.actions.min(), data.actions.max())
+            0 0 0
+            0 0 0
+            1 1 1
+            2 2 2
+            >>> env.close()
+        """
+        self._check_not_ahead("ahead")
+        for name, function in (("policy", policy), ("publish", publish)):
+            if not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r:.80}")
+        most = None if rollouts is None else checked_integer(rollouts, "rollouts", 1, " or None")
+        return Ahead(
+            policy, publish, most, loaded=self._loaded, hold=self._be_ahead, collect=self._collected_ahead,
+            save=self._saved_ahead, as_torch=self._as_torch, source=self.env.stepper.source,
+        )  # fmt: skip
+
+    # The thread of `Ahead` calls the following methods, and no signal interrupts them.
+
+    def _be_ahead(self, serve: Callable[[], None]) -> None:
+        """Call a function that collects ahead, while all other uses of this object and its environments are refused."""
+        self._check_not_ahead("ahead")
+        self._check_between_rollouts("ahead")
+        self._is_ahead = True
+        try:
+            if not self._has_reset:
+                self._begin(lambda env: env.reset())
+            if len(self._storage.sets) == 1:
+                storage = self._allocated(2)
+                self._begin_in(storage.sets[0])
+                self._storage = storage
+            self._hold_guard(serve)
+        finally:
+            self._is_ahead = False
+            self.env.stepper.batch.drop_memory()  # if `close` has not waited for this call
+
+    @exclusive("ahead")
+    def _hold_guard(self, serve: Callable[[], None]) -> None:
+        self.env.stepper.batch.check_idle("ahead")
+        guarded = [part.env for part in self._parts]
+        with contextlib.ExitStack() as stack:
+            try:
+                for part in self._parts:
+                    part.env = stack.enter_context(part.env.unguarded())
+                serve()
+                self._drop_progress()
+            finally:
+                for part, env in zip(self._parts, guarded):
+                    part.env = env
+
+    def _collected_ahead(self, policy: Policy) -> tuple[RolloutArrays, list[FinishedEpisode]]:
+        """Collect a rollout, in the other set of arrays if the present one is full."""
+        if self._filled == self.num_steps:
+            first, second = self._storage.sets
+            self._begin_in(second if self._set is first else first)
+        self._fill(policy)
+        return self._set.arrays, self._episodes
+
+    def _saved_ahead(self) -> list[bytes]:
+        if len(self._parts) == 1:
+            return self._saved(self._parts[0].env)
+        with self.env.unguarded() as env:
+            return self._saved(env)
+
+    def _drop_progress(self) -> None:
+        """Drop a rollout that is not full: the next one begins with the current observations."""
+        for part in self._parts:
+            if part.env.stepper.in_flight:
+                try:
+                    self._store(part, part.env.step_wait())
+                except ClosedEnvironmentError:
+                    return
+                except Exception:  # the caller has an exception already, or has left the block
+                    logger.warning("the last step of a rollout that ahead() drops has failed", exc_info=True)
+        if self._filled < self.num_steps:
+            self._begin_in(self._set)
+            self._next = 0
 
     def _chosen(self, chosen: Any) -> tuple[Any, Mapping[str, Any]]:
         """The actions and the extras that a policy returned; `TypeError` if it returned another form."""
@@ -466,26 +696,39 @@ class Rollout:
             pin: Whether CUDA copies data while the CPU goes on, from memory that is page-locked the first time. Call
                 `torch.cuda.synchronize()` before the next step is collected.
         """
+        self._check_not_ahead("torch")
+        return self._as_torch(self._set.arrays, device, pin)
+
+    def _as_torch(self, arrays: RolloutArrays, device: Any, pin: bool) -> RolloutArrays:
         from marl_parallel.vector.tensors import has_cuda, page_lock, tensor
 
         pin = pin and has_cuda()
-        if pin and not self._pinned:
-            page_lock(self._block)
-            self._pinned = True
-        return RolloutArrays(*tree_map(lambda array: tensor(array).to(device, non_blocking=pin), tuple(self.arrays)))
+        if pin and not self._storage.is_pinned:
+            page_lock(self._storage.block)
+            self._storage.is_pinned = True
+        return RolloutArrays(*tree_map(lambda array: tensor(array).to(device, non_blocking=pin), tuple(arrays)))
 
     def _begin_next(self) -> None:
         """After a full rollout, begin the next one where it has ended."""
-        if self.filled == self.num_steps:
-            of_observations = *self.arrays[:4], self.arrays.states, self.arrays.begins
-            carried = [copied(at(array, self.num_steps)) for array in of_observations]
-            self._clear()
-            for array, values in zip(of_observations, carried):
-                put(array, 0, values)
+        if self._filled == self.num_steps:
+            self._begin_in(self._set)
+
+    def _begin_in(self, target: _Set) -> None:
+        """Begin an empty rollout in a set of arrays, with what is current."""
+        carried = [(part.rows, [*map(copied, self._current_of(part))]) for part in self._parts]
+        self._set = target
+        self._clear()
+        for rows, values in carried:
+            for array, of_part in zip(_with_last_time(target.arrays), values):
+                put(array, (0, rows), of_part)
+
+    def _current_of(self, part: _Part) -> list[Any]:
+        """What is current in some environments, in the order of `_with_last_time`; views."""
+        return [at(array, (part.time, part.rows)) for array in _with_last_time(self._set.arrays)]
 
     def _clear(self) -> None:
         """Set all marks to the values of plain steps, so that plain steps need not write them."""
-        arrays, self.filled, self.finished_episodes, self._unfit = self.arrays, 0, [], []
+        arrays, self._filled, self._episodes, self._unfit = self._set.arrays, 0, [], []
         for part in self._parts:
             part.time = 0
         tree_map(lambda marks: marks.fill(True), (arrays.observed, arrays.acting, arrays.present))
@@ -498,13 +741,13 @@ class Rollout:
     def _write_to(self, part: _Part, time: int) -> None:
         """Make the next results of a part write their observations to this time step."""
         if self._in_place:
-            targets = [at(of_group, (time, part.rows)) for of_group in self._observations]
-            part.env.stepper.view.write_to(targets, self._buffer)
-            if self._buffer is not None:
-                self._buffer.request(part.env_ids, time)
+            targets = [at(of_group, (time, part.rows)) for of_group in self._set.observations]
+            part.env.stepper.view.write_to(targets, self._storage.buffer)
+            if self._storage.buffer is not None:
+                self._storage.buffer.request(part.env_ids, self._set.first + time)
 
     def _store_current(self, part: _Part, observations: Grouped) -> None:
-        arrays, env, index = self.arrays, part.env, (part.time, part.rows)
+        arrays, env, index = self._set.arrays, part.env, (part.time, part.rows)
         if not self._in_place:
             put(arrays.observations, index, observations)
         if not env.plain:

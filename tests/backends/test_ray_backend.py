@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from helpers.batches import grouped_actions, same
 from helpers.comparison import assert_same
@@ -40,6 +42,7 @@ from marl_parallel.backends import ray_cluster, ray_exchange
 from marl_parallel.backends.ray_actor import ActorResults
 from marl_parallel.backends.ray_exchange import ActorState
 from marl_parallel.backends.ray_placement import Placement
+from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
@@ -413,6 +416,42 @@ def test_stacked_arrays_and_rollouts_equal_serial_ones(mode, single_node):
         assert stored[0].done.any()
         for field, actual, expected in zip(stored[0]._fields, *stored, strict=True):
             assert same(actual, expected), field
+
+
+@pytest.mark.usefixtures("single_node")
+def test_rollouts_collected_ahead():
+    """The data are those of "serial", a run goes on from saved states, and the thread ends when all is closed."""
+
+    def opened(backend: Any) -> StackedVecEnv:
+        makers = [functools.partial(simple_tag_v3.parallel_env, max_cycles=9)] * 3
+        return StackedVecEnv(ParallelEnv(makers, seed=5, backend=backend, num_workers=2))
+
+    class Policy:
+        calls = 0
+
+        def __call__(self, current: Any) -> Any:
+            self.calls += 1
+            return grouped_actions(env, np.random.default_rng(self.calls))
+
+    policy = Policy()
+    with opened("serial") as env:
+        rollout = Rollout(env, 10)
+        wanted = [tree_map(np.array, tuple(rollout.collect(policy))[:6]) for _ in range(4)]
+    policy = Policy()
+    with opened(RayBackend(workers_per_node=1)) as env:
+        with Rollout(env, 10).ahead(policy, publish=int) as rollouts:
+            found = [tree_map(np.array, tuple(next(rollouts))[:6]) for _ in range(2)]
+            states, policy.calls = rollouts.save_state(), 30
+            env.close()
+            with pytest.raises(ClosedEnvironmentError):
+                next(rollouts)
+        assert not [thread for thread in threading.enumerate() if thread.name == "ahead"]
+    with opened(RayBackend(workers_per_node=1)) as env:
+        rollout = Rollout(env, 10)
+        rollout.load_state(states)
+        with rollout.ahead(policy, publish=int, rollouts=2) as rollouts:
+            found += [tree_map(np.array, tuple(data)[:6]) for data in rollouts]
+    assert same(tuple(found), tuple(wanted))
 
 
 @pytest.mark.parametrize(("workers_per_node", "on_error"), [(None, "raise"), (1, "restart")])

@@ -173,3 +173,17 @@ def test_without_cuda_the_log_says_so_once(monkeypatch, caplog):
             Rollout(env, 2).torch(pin=True)
     assert [record.message for record in caplog.records] == ["pin=True has no effect: torch finds no CUDA device"]
     tensors.has_cuda.cache_clear()
+
+
+def test_rollouts_collected_ahead():
+    """Tensors share the memory of the latest rollout, which alternates between two."""
+    with opened() as env:
+        rollout, addresses = Rollout(env, 4), []
+        with rollout.ahead(lambda current: ACTIONS, publish=lambda: None, rollouts=3) as rollouts:
+            for data in rollouts:
+                found = rollouts.torch(pin=True)
+                assert np.array_equal(found.rewards.numpy(), data.rewards)
+                assert found.rewards.data_ptr() == data.rewards.ctypes.data
+                addresses.append(found.rewards.data_ptr())
+        assert addresses[0] == addresses[2] != addresses[1]
+        assert rollout.torch().rewards.data_ptr() == addresses[2]
