@@ -51,11 +51,11 @@ AsMarkdown: TypeAlias = Annotated[
 ]
 
 
-def counts(workers: str, least: int = 1) -> list[int]:
-    """Parse numbers of workers."""
+def counts(workers: str, least: int = 1, option: str = "--workers") -> list[int]:
+    """Parse the numbers of an option, by default numbers of workers."""
     numbers = [int(text) if text.strip().isdecimal() else -1 for text in workers.split(",")]
     if min(numbers) < least:
-        raise typer.BadParameter(f"expected numbers with commas between, got {workers!r}", param_hint="--workers")
+        raise typer.BadParameter(f"expected numbers with commas between, got {workers!r}", param_hint=option)
     return numbers
 
 

@@ -6,18 +6,22 @@
 
 It needs `pip install -e ".[examples]"`. `StackedVecEnv` has arrays over environments and agents, `Rollout`
 collects its steps, and one network acts for all agents. The same `--seed` gives the same returns, with every number of
-workers.
+workers; so does it with `--ahead`, which has other returns: a thread collects the next rollout while the network is
+trained.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import csv
 import dataclasses
 import sys
 import time
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import matplotlib
 import numpy as np
@@ -27,7 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.distributions import Categorical
 
-from marl_parallel import Current, Rollout, gae, make, record_video
+from marl_parallel import Current, FinishedEpisode, Rollout, RolloutArrays, gae, make, record_video
 from marl_parallel.vector import StackedVecEnv
 
 matplotlib.use("Agg")
@@ -37,6 +41,9 @@ RANDOM_RETURN = -26.1
 """Mean return of one agent's episode with random actions, over 1,000 episodes."""
 MARGIN = 8.0
 """How much better than random the trained agents must be, for `--check`."""
+
+Collected: TypeAlias = Generator[tuple[RolloutArrays, list[FinishedEpisode]], None, None]
+"""The data of each rollout, and the episodes that ended in it."""
 
 
 @dataclass
@@ -52,6 +59,8 @@ class Args:
     """or "serial": all environments in this process, one after another"""
     halves: Literal[1, 2] = 1
     """2: the agents act in one half of the environments while the other half is stepped"""
+    ahead: bool = False
+    """collect the next rollout while the network is trained"""
     total_steps: int = 250_000
     """steps of all environments together"""
     stop_at: float | None = None
@@ -105,19 +114,45 @@ def network(inputs: int, hidden: int, outputs: int, gain: float) -> nn.Sequentia
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
-def mean_return(rollout: Rollout) -> float:
-    """Mean return of an agent, over the episodes that ended."""
-    return float(np.mean([list(episode.returns.values()) for episode in rollout.finished_episodes]))
+def mean_return(episodes: Sequence[FinishedEpisode]) -> float:
+    """Mean return of an agent."""
+    return float(np.mean([list(episode.returns.values()) for episode in episodes]))
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
-    data = rollout.torch()
+def one_by_one(agent: Agent, rollout: Rollout, updates: int) -> Collected:
+    for _ in range(updates):
+        yield rollout.collect(agent.act), rollout.finished_episodes
+
+
+def ahead(agent: Agent, rollout: Rollout, updates: int, seed: int) -> Collected:
+    """The same, while a thread collects the next rollout, with networks and a generator of its own."""
+    actor, generator = copy.deepcopy(agent), torch.Generator().manual_seed(seed)
+
+    @torch.no_grad()
+    def act(current: Current) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        policy = actor.policy(torch.from_numpy(current.observations))
+        actions = torch.multinomial(policy.probs.flatten(0, 1), 1, generator=generator).view(current.acting.shape)
+        return actions.numpy(), {"log_probs": policy.log_prob(actions).numpy()}
+
+    def publish() -> None:
+        actor.load_state_dict(agent.state_dict())
+
+    with rollout.ahead(act, publish=publish, rollouts=updates) as rollouts:
+        for data in rollouts:
+            yield data, rollouts.finished_episodes
+
+
+def update(agent: Agent, optimizer: torch.optim.Optimizer, arrays: RolloutArrays, args: Args) -> None:
     with torch.no_grad():
-        values, final_values = agent.value(data.observations), agent.value(data.final_observations[data.done])
-        estimates = gae(rollout.arrays, values.numpy(), final_values.numpy(), args.gamma, args.gae_lambda)
+        everything, final = torch.from_numpy(arrays.observations), torch.from_numpy(arrays.final_observations)
+        values, final_values = agent.value(everything), agent.value(final[torch.from_numpy(arrays.done)])
+        estimates = gae(arrays, values.numpy(), final_values.numpy(), args.gamma, args.gae_lambda)
         advantages, targets = (torch.from_numpy(each).flatten() for each in estimates)
-        observations, actions = data.observations[:-1].flatten(0, 2), data.actions.flatten()
-        log_probs = agent.policy(observations).log_prob(actions)
+        observations, actions = everything[:-1].flatten(0, 2), torch.from_numpy(arrays.actions).flatten()
+        if args.ahead:  # older networks have acted
+            log_probs = torch.from_numpy(arrays.extras["log_probs"]).flatten()
+        else:
+            log_probs = agent.policy(observations).log_prob(actions)
     for _ in range(args.epochs):
         for part in torch.randperm(len(actions)).chunk(args.minibatches):
             policy = agent.policy(observations[part])
@@ -146,7 +181,7 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
     )
     env = StackedVecEnv(parallel)
     agent = Agent(env.single_observation_space.shape[0], env.single_action_space.n, args.hidden)
-    rollout = Rollout(env, args.num_steps, halves=args.halves)
+    rollout = Rollout(env, args.num_steps, halves=args.halves, extras={"log_probs": ()} if args.ahead else None)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
     log: list[dict[str, float]] = []
     bar = Progress(
@@ -155,14 +190,14 @@ def train(args: Args) -> tuple[Agent, list[dict[str, float]]]:
     )  # fmt: skip
     per_update = args.num_steps * args.num_envs
     updates = max(args.total_steps // per_update, 1)
-    with bar:
+    collected = ahead(agent, rollout, updates, args.seed) if args.ahead else one_by_one(agent, rollout, updates)
+    with bar, contextlib.closing(collected):
         task = bar.add_task("", total=updates, seed=args.seed, mean=float("nan"), speed=0.0)
         start = time.perf_counter()
-        for number in range(updates):
+        for number, (data, episodes) in enumerate(collected):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - number / updates)
-            rollout.collect(agent.act)
-            mean = mean_return(rollout)
-            update(agent, optimizer, rollout, args)
+            mean = mean_return(episodes)
+            update(agent, optimizer, data, args)
             seconds, steps = time.perf_counter() - start, (number + 1) * per_update
             log.append({"steps": steps, "return": mean, "seconds": seconds, "steps_per_second": steps / seconds})
             bar.update(task, advance=1, mean=mean, speed=steps / seconds)
@@ -186,7 +221,7 @@ def evaluate(agent: Agent | None, seed: int, episodes: int) -> float:
     with StackedVecEnv(make("mpe2.simple_spread_v3", num_envs=20, env_kwargs={"max_cycles": 25}, seed=seed)) as env:
         rollout = Rollout(env, 25 * episodes // 20)
         rollout.collect(act)
-    return mean_return(rollout)
+    return mean_return(rollout.finished_episodes)
 
 
 def save(runs: dict[int, list[dict[str, float]]], output: Path) -> None:
