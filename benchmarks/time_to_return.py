@@ -180,9 +180,10 @@ def page(report: Report) -> Page:
     seeds = report.settings["seeds"]
     note = (
         f"`examples/ippo_simple_spread.py` until an agent's mean return is {report.settings['target']:g}, with 16 "
-        "environments: the same steps with every number of workers, and other ones if a thread collects ahead; medians "
+        "environments: the same steps with every number of workers; other steps where a thread collects ahead; medians "
         f"of {len(report.results[0].rounds)} rounds with {len(seeds)} seed{'s' * (len(seeds) > 1)}. Of serial: steps "
-        f"per second; speedup: seconds to the return; both in each round. {in_one_line(report.machine)}."
+        f"per second; speedup: of the seconds to the return. Both are compared within each round. "
+        f"{in_one_line(report.machine)}."
     )
     return Table(HEADINGS, rows), note
 

@@ -6,8 +6,8 @@
 
 It needs `pip install -e ".[examples]"`. `StackedVecEnv` has arrays over environments and agents, `Rollout`
 collects its steps, and one network acts for all agents. The same `--seed` gives the same returns, with every number of
-workers; so does it with `--ahead`, which has other returns: a thread collects the next rollout while the network is
-trained.
+workers. The same holds with `--ahead`, which lets a thread collect the next rollout while the network is trained; its
+returns differ from those without.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class Ahead(Iterator[RolloutArrays]):
         try:
             self._collector.start()
             self._collector.receive(self._collector.send(lambda: None))  # raises if the environments are in use
-            if not self._loaded:
+            if not self._loaded and self._most != 0:
                 self._begin()
         except BaseException:
             self._collector.end()
@@ -263,6 +263,12 @@ class Ahead(Iterator[RolloutArrays]):
         self._check_in_block("next")
         if self._received == self._most:
             raise StopIteration
+        try:
+            return self._next()
+        except StopIteration as error:  # else the loop would end
+            raise RuntimeError("the policy or publish of ahead() raised StopIteration") from error
+
+    def _next(self) -> RolloutArrays:
         is_loaded = bool(self._loaded)
         finished = self._loaded[0] if is_loaded else self._finished()
         if is_loaded or self._received:
@@ -274,7 +280,7 @@ class Ahead(Iterator[RolloutArrays]):
         self._in_progress = None
         self._latest, self.finished_episodes, self.version = finished
         self._received += 1
-        if self._received != self._most:
+        if self._received != self._most and self._in_progress is None:
             self._begin()
         return self._latest
 
@@ -292,10 +298,10 @@ class Ahead(Iterator[RolloutArrays]):
     def save_state(self) -> list[bytes]:
         """Wait for the rollout in progress, and save it together with the environments; for `Rollout.load_state`.
 
-        Call it at the end of the loop's body, after training on the latest rollout, and save the learner and the
-        generators of the policy after it. A run that loads all of them goes on bit for bit: the first rollout of its
-        `ahead` is the saved one, and `publish` is called before that. In the body of the last of `rollouts=` no rollout
-        is in progress, and the states are those of `Rollout.save_state`.
+        Call it at the end of the loop's body, after training on the latest rollout, and not in a handler of signals.
+        Save the learner and the generators of the policy after it. A run that loads all of them goes on bit for bit:
+        the first rollout of its `ahead` is the saved one, and `publish` is called before that. In the body of the last
+        of `rollouts=` no rollout is in progress, and the states are those of `Rollout.save_state`.
 
         Raises:
             ClosedEnvironmentError: The environments have been closed.
@@ -318,6 +324,8 @@ class Ahead(Iterator[RolloutArrays]):
         self._source.check_open()
         if not self._has_entered:
             raise ValueError(f"{name}() was called outside the block: write `with rollout.ahead(...) as rollouts:`")
+        if threading.get_ident() == self._collector.ident:
+            raise ValueError(f"{name}() was called by the policy of ahead(): call it in the body of the loop")
         if self._collector.is_stopped:
             raise ValueError(f"{name}() was called after the block of ahead() has ended: open another one")
 

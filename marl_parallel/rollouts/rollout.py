@@ -341,7 +341,7 @@ class Rollout:
         Errors are as in `ParallelEnv.load_state`; or `ValueError` if the complete rollout does not fit this object.
         """
         self._check_not_ahead("load_state")
-        if len(states) != self.env.num_envs + 1:
+        if not isinstance(states, list | tuple) or len(states) != self.env.num_envs + 1:
             return self._begin(lambda env: env.load_state(states))
         loaded = unpacked(states[-1])
         check_alike(loaded.arrays, self._set.arrays)
@@ -540,7 +540,7 @@ class Rollout:
         current = self._current
         while self._filled < self.num_steps:
             actions, extras = self._chosen(policy(current))
-            current = self._step(actions, extras)
+            current = self._step(actions, {**extras})
 
     # -- collecting while the caller trains --------------------------------------------------------------------------
 
@@ -549,8 +549,8 @@ class Rollout:
 
         A thread collects. Rollouts 0 and 1 are collected with the first weights. When the loop asks for a rollout and
         that one is complete, `publish` is called while nobody acts, and then the next rollout begins. So rollout k is
-        collected with the weights after training on the first k - 1 rollouts, whatever takes how long. If the policy
-        draws from a generator of its own, the same seed gives the same data.
+        collected with the weights after training on the first k - 1 rollouts, however long each part takes. If the
+        policy draws from a generator of its own, the same seed gives the same data.
 
         While the block is open, the thread makes all calls of the environments. All other calls are refused, except for
         `close`, and so are `collect`, `step`, `arrays`, `current` and the other methods of this object. `env` has the
@@ -558,8 +558,8 @@ class Rollout:
         for the step in progress and drops the rollout in progress. The next `collect` begins with the current
         observations.
 
-        The memory of two rollouts is kept from the first block on. If `collect` was called before and its arrays are
-        still in use, that is three in all.
+        The memory of two rollouts is kept from the first block on. If `collect` was called before, its memory is kept,
+        too: three in all.
 
         Args:
             policy: As in `collect`. The thread calls it, so it needs a copy of the learner's network; with torch, it
@@ -599,7 +599,7 @@ class Rollout:
         for name, function in (("policy", policy), ("publish", publish)):
             if not callable(function):
                 raise TypeError(f"{name} must be a function, got {function!r:.80}")
-        most = None if rollouts is None else checked_integer(rollouts, "rollouts", 1, " or None")
+        most = None if rollouts is None else checked_integer(rollouts, "rollouts", 0, " or None")
         return Ahead(
             policy, publish, most, loaded=self._loaded, hold=self._be_ahead, collect=self._collected_ahead,
             save=self._saved_ahead, as_torch=self._as_torch, source=self.env.stepper.source,
@@ -610,6 +610,7 @@ class Rollout:
     def _be_ahead(self, serve: Callable[[], None]) -> None:
         """Call a function that collects ahead, while all other uses of this object and its environments are refused."""
         self._check_not_ahead("ahead")
+        self.env.stepper.batch.check_idle("ahead")
         self._check_between_rollouts("ahead")
         self._is_ahead = True
         try:

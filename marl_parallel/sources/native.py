@@ -164,7 +164,7 @@ class NativeSimulator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. Idempotent; also called while another thread waits in `receive`."""
+        """Free everything. Idempotent; another thread may be in `receive`, or with `Rollout.ahead` in any call."""
 
     @abstractmethod
     def abandon(self) -> None:

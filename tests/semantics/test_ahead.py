@@ -394,7 +394,7 @@ def test_bad_arguments_and_calls_out_of_order():
         act, publish = one.learner.act, one.learner.publish
         for arguments, kind, text in (
             ({"publish": None}, TypeError, "publish must be a function, got None"),
-            ({"publish": publish, "rollouts": 0}, ValueError, "rollouts must be at least 1"),
+            ({"publish": publish, "rollouts": -1}, ValueError, "rollouts must not be negative"),
             ({"publish": publish, "rollouts": 1.5}, TypeError, "rollouts must be an integer or None"),
         ):
             with pytest.raises(kind, match=text):
@@ -428,6 +428,54 @@ def test_bad_arguments_and_calls_out_of_order():
         next(rollouts)
     with pytest.raises(ClosedEnvironmentError), one.ahead():
         pass
+
+
+def test_a_block_of_no_rollouts_acts_on_nothing():
+    with Opened("serial", "comes back") as one:
+        with one.ahead(0) as rollouts:
+            assert [*rollouts] == []
+        assert one.learner.calls == 0
+
+
+@pytest.mark.parametrize("who", ["policy", "publish"])
+def test_stop_iteration_does_not_end_the_loop(who):
+    with Opened("serial", "comes back") as one:
+        left, received = iter(range(2 * STEPS + 3)), 0
+
+        def act(current: Any) -> Any:
+            if who == "policy":
+                next(left)
+            return one.learner.act(current)
+
+        def publish() -> None:
+            if who == "publish" and received == 2:
+                next(iter(()))
+
+        def train() -> None:
+            nonlocal received
+            with one.rollout.ahead(act, publish=publish) as rollouts:
+                for _ in rollouts:
+                    received += 1
+
+        with pytest.raises(RuntimeError, match=r"the policy or publish of ahead\(\) raised StopIteration"):
+            train()
+        assert received == 2
+
+
+def test_a_policy_that_waits_for_itself():
+    with Opened("serial", "comes back") as one:
+        calls = iter([lambda: None] * (STEPS + 2) + [lambda: rollouts.save_state()])
+
+        def act(current: Any) -> Any:
+            next(calls)()
+            return one.learner.act(current)
+
+        with (
+            pytest.raises(ValueError, match=r"save_state\(\) was called by the policy of ahead\(\)"),
+            one.rollout.ahead(act, publish=one.learner.publish) as rollouts,
+        ):
+            for _ in rollouts:
+                pass
 
 
 def test_a_publish_that_fails_may_be_called_again():
