@@ -1,7 +1,7 @@
 """Type checkers: examples of the README, of `docs` and of `examples` pass mypy and pyright; editors find the package.
 
-An example is checked where the libraries that it imports are installed. Those of AgileRL and of Ray are apart, because
-other examples can be checked without these large libraries.
+An example is checked where the libraries that it imports are installed. For pyright, those of AgileRL and of Ray are
+apart, because other examples can be checked without these large libraries.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -77,23 +78,30 @@ def checked(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["pages", *map(rest, EXAMPLES)])
-def files(tmp_path_factory, request) -> list[str]:
-    """The Python blocks of the README and of `docs`, or examples, in a folder outside the checkout."""
-    folder = tmp_path_factory.mktemp("typed")
-    if request.param == "pages":
+def texts_of(kind: str, unread: Sequence[str] = ()) -> dict[str, str]:
+    """By name, the Python blocks of the README and of `docs`, or examples; with those that import unread libraries."""
+    if kind == "pages":
         texts = {name: text for name, text in page_examples().items() if can_import(text)}
         assert len(texts) > 40
         assert any(name.startswith("readme_") for name in texts)
+        return texts
+    texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").glob("*.py"))}
+    if unread:
+        texts = {name: text for name, text in texts.items() if can_import(text) or imported(text) & {*unread}}
     else:
-        texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").glob("*.py"))}
-        texts = {name: text for name, text in texts.items() if can_import(text) and request.param == kind_of(text)}
-        expected = {
-            "examples": {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"},
-            "agilerl": {"agilerl_train"},
-            "ray": {"ray_cluster"},
-        }
-        assert expected[request.param] <= texts.keys()
+        texts = {name: text for name, text in texts.items() if can_import(text) and kind == kind_of(text)}
+    expected = {
+        "examples": {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"},
+        "agilerl": {"agilerl_train"},
+        "ray": {"ray_cluster"},
+    }
+    for of_kind in expected if unread else [kind]:
+        assert expected[of_kind] <= texts.keys()
+    return texts
+
+
+def written(folder: Path, texts: Mapping[str, str]) -> list[str]:
+    """The files of these texts, in a folder outside the checkout."""
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     return [str(folder / f"{name}.py") for name in texts]
@@ -107,8 +115,11 @@ reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restar
 
 
 @pytest.mark.rest
-def test_mypy(files, tmp_path):
+@pytest.mark.parametrize("kind", ["pages", *[one for one in EXAMPLES if one not in APART]])
+def test_mypy(kind, tmp_path):
     """It finds the package from outside of the checkout, in a project that uses it."""
+    (tmp_path / "typed").mkdir()
+    files = written(tmp_path / "typed", texts_of(kind, UNREAD))
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in UNREAD))
     with_cache = ["mypy", *MYPY, "--config-file", str(config), "--cache-dir", str(tmp_path / "cache")]
@@ -122,8 +133,10 @@ def test_mypy(files, tmp_path):
 
 
 @pytest.mark.rest
-def test_pyright(files):
-    folder = Path(files[0]).parent
+@pytest.mark.parametrize("kind", ["pages", *map(rest, EXAMPLES)])
+def test_pyright(kind, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("typed")
+    written(folder, texts_of(kind))
     (folder / "pyrightconfig.json").write_text(
         json.dumps({"reportMissingImports": False, "reportPossiblyUnboundVariable": False})
     )

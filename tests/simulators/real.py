@@ -176,6 +176,7 @@ add(
     2,
     "import gymnasium as gym\nimport lbforaging",
     kind="tuple",
+    batches=100,
 )
 add(
     "LBF, by class",
@@ -317,6 +318,7 @@ for _name, _arguments, _kind in (("balance", "", "tuple"), ("balance, dict_space
         3,
         "import vmas",
         kind=_kind,
+        batches=80,
         follows=Follows.WITH_NEIGHBOURS,
         why="It draws from torch's generator, which environments of one process share.",
     )
