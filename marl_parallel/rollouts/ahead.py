@@ -179,6 +179,11 @@ class _Collector(threading.Thread):
         self.stop()
         if self._has_begun:
             self._wait(self._life)
+            if self._life.result is not None:
+                self._life.result = (
+                    None,
+                    None,
+                )  # an error of the thread, its traceback and this object refer to each other
 
     def _wait(self, answer: _Answer) -> None:
         """Wait for a result, or for the end of the thread; report a policy that does not return."""

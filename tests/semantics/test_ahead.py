@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -751,18 +752,19 @@ def test_ctrl_c_at_any_place(halves):
             try:
                 block(rollout, walk)
                 break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 reached += 1
-                if threads():  # while the traceback refers to the block
+                in_end = "__exit__" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+                if rollout._is_ahead and not in_end:  # while the traceback refers to the block
                     late.append(place)
             finally:
                 sys.setprofile(None)
             assert_goes_on(rollout, walk)
         assert_goes_on(rollout, walk)
     assert reached > 50 / halves
-    # The thread has ended when Ctrl-C arrives, unless that has interrupted the end of the block. One more is where
-    # `__enter__` has returned: Python handles no signals there.
-    assert sum(before < 0.8 * place for before in late) <= 1
+    # The thread has ended when Ctrl-C arrives, unless that has interrupted the end of the block. Two more are where
+    # `__enter__` has returned, and where `__exit__` is called: Python handles no signals there.
+    assert len(late) <= 2, late
 
 
 class SecondCtrlC:
@@ -881,7 +883,7 @@ def test_nothing_refers_to_a_rollout_after_its_block(reason):
                 if reason == "close":
                     env.close()
         del rollouts, rollout
-        assert gone() is None
+        wait_for(lambda: gone() is None)  # the thread has left the environments, and ends
     finally:
         gc.enable()
         env.close()
