@@ -117,8 +117,13 @@ class _Collector(threading.Thread):
         self._life.call(self._live)
 
     def _live(self) -> None:
-        if not self.is_stopped:
-            self._hold(self._serve)
+        try:
+            if not self.is_stopped:
+                self._hold(self._serve)
+        finally:
+            with contextlib.suppress(Empty):
+                while True:  # what has not been called refers to this object
+                    self._requests.get_nowait()
 
     def _serve(self) -> None:
         while not (self.is_stopped or self._source.closed):
