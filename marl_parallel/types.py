@@ -26,7 +26,17 @@ AutoresetName: TypeAlias = Literal[
     "SAME_STEP", "NEXT_STEP", "DISABLED", "same_step", "next_step", "disabled", "SameStep", "NextStep", "Disabled"
 ]
 AdapterName: TypeAlias = Literal[
-    "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents", "pymarl", "mappo"
+    "dict",
+    "pettingzoo",
+    "aec",
+    "aec-turn-based",
+    "gymnasium",
+    "tuple",
+    "rllib",
+    "mlagents",
+    "pymarl",
+    "mappo",
+    "tianshou",
 ]
 FacadeName: TypeAlias = Literal[
     "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "stacked", "tianshou", "torchrl", "tuple"

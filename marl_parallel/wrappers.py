@@ -69,9 +69,9 @@ class _Padded(MultiAgentEnv):
     ) -> None:
         self._env, self.source = env, env.source
         for name in (
-            "rules", "seeded_when_made", "options_last", "needs_all_actions", "all_may_act", "check_options",
-            "possible_agents", "reward_spaces", "state_space", "state_per_agent", "metadata", "render_mode",
-            "reset_keywords", "agents_left", "alive", "turn",
+            "rules", "seeded_when_made", "options_last", "needs_all_actions", "all_may_act", "observes_turn",
+            "check_options", "possible_agents", "reward_spaces", "state_space", "state_per_agent", "metadata",
+            "render_mode", "reset_keywords", "agents_left", "alive", "turn",
         ):  # fmt: skip
             setattr(self, name, getattr(env, name))
         agents = env.possible_agents

@@ -34,6 +34,7 @@ from marl_parallel.adapters.protocol import (
     choices,
 )
 from marl_parallel.adapters.pymarl_env import PyMARLEnv, is_pymarl
+from marl_parallel.adapters.tianshou_env import TianshouEnv, is_tianshous
 from marl_parallel.adapters.tuple_env import TupleEnv
 
 __all__ = [
@@ -54,6 +55,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
     "mlagents": MLAgentsEnv,
     "pymarl": PyMARLEnv,
     "mappo": MAPPOEnv,
+    "tianshou": TianshouEnv,
 }
 
 
@@ -108,6 +110,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return RLlibEnv(env)
     if attributes.is_a(env, "mlagents_envs.base_env", "BaseEnv"):
         return MLAgentsEnv(env)
+    if is_tianshous(env):
+        return TianshouEnv(env)
     if isinstance(env, AECEnv):
         return adapt_aec(env)
     if isinstance(env, ParallelEnv):

@@ -117,9 +117,9 @@ def _check_not_tianshous(source: Any) -> None:
     """Raise `NotAnEnvironment` for Tianshou's wrapper, which is an `AECEnv`, but returns observations and rewards."""
     if is_a(source, "tianshou.env", "PettingZooEnv"):
         raise NotAnEnvironment(
-            f"{type_name(source)} is Tianshou's wrapper of a turn-based environment for its own multi-agent "
-            "algorithms, whose reset and step differ from PettingZoo's. For these algorithms, keep Tianshou's vector "
-            "environments (SubprocVectorEnv); for everything else, return the environment without this wrapper"
+            f"{type_name(source)} is Tianshou's wrapper of an AEC environment for its multi-agent algorithms, whose "
+            "reset and step differ from PettingZoo's. For these algorithms, leave adapter= out; for everything else, "
+            "return the environment without this wrapper"
         )
 
 

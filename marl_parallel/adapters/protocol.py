@@ -109,6 +109,8 @@ class MultiAgentEnv(ABC):
         options_last: Whether options of `reset` hold for all later episodes, also after a restart.
         needs_all_actions: Whether every acting agent needs an action under dict rules too.
         all_may_act: Whether facades that get an action for each agent also pass on actions of agents that have ended.
+        observes_turn: Whether each reset and step observes one agent only: the one that acts next, or, at the end of an
+            episode, the one that would.
         joint_actions: The projects, "mappo" or "pymarl", whose own vector environments send the simulator one value for
             all agents: their facades pass it on unchanged, under the key `JOINT`. "" for other simulators.
         source: The simulator as its constructor returned it. Attributes and methods are looked up there. By default the
@@ -132,6 +134,7 @@ class MultiAgentEnv(ABC):
     options_last: ClassVar[bool] = False
     needs_all_actions: ClassVar[bool] = False
     all_may_act: ClassVar[bool] = False
+    observes_turn: ClassVar[bool] = False
     joint_actions: str = ""
     source: Any
     possible_agents: list[AgentID]
@@ -238,6 +241,7 @@ class Schema:
     state_per_agent: bool = False
     all_may_act: bool = False
     joint_actions: str = ""
+    observes_turn: bool = False
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:

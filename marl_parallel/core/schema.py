@@ -137,7 +137,7 @@ def _difference_in_kind(first: Schema, other: Schema) -> str | None:
     """The first difference in what simulators expect, or in whether agents are known beforehand; None without one."""
     if other.rules is not first.rules:
         return _against("rules", other.rules.value, first.rules.value)
-    for name in ("seeded_when_made", "options_last", "needs_all_actions"):
+    for name in ("seeded_when_made", "options_last", "needs_all_actions", "observes_turn"):
         ours, theirs = getattr(first, name), getattr(other, name)
         if theirs != ours:
             return _against(name, theirs, ours)

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
-from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core.block import stacking
 from marl_parallel.core.block.array_view import Arrays, ResultDoesNotFit
-from marl_parallel.core.block.joining import flat_box, flat_values
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.spaces import leaves
-from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.forwarding import OfParallelEnv, rendered
 from marl_parallel.vector.mailbox import Mailbox
-from marl_parallel.vector.rows import common_info
 from marl_parallel.vector.scalarize import Scalarize
 from marl_parallel.vector.stepper import FacadeStepper
+from marl_parallel.vector.tianshou_forms import Form, JointForm, TurnForm, objects, together
 
 __doctest_requires__ = ["tianshou"]
 
@@ -38,8 +33,6 @@ Ids: TypeAlias = int | Iterable[int] | None
 
 StepReturn: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminations, truncations and infos, one entry for each environment."""
-
-_NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
 
 
 class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
@@ -103,19 +96,14 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             raise ValueError(f"wait_num={wait_num}, but there are only {self.env_num} environments")
         self.timeout = checked_timeout(timeout, "timeout")
         self.is_async = self.wait_num < self.env_num or timeout is not None
-        schema, self._agents = self._stepper.schema, tuple(self._stepper.view.agents)
-        acted = {agent: schema.action_spaces[agent] for agent in self._agents}
-        seen = {agent: schema.observation_spaces[agent] for agent in self._agents}
-        self._has_masks = bool(schema.mask_spaces)  # masks outside observations and infos
-        self._is_single = len(self._agents) == 1
-        self._is_flat = not self._is_single and all(isinstance(space, spaces.Box) for space in seen.values())
-        action_space = _action_space(acted)
+        by_turns = self._stepper.schema.observes_turn
+        self._form: Form = TurnForm(self._stepper) if by_turns else JointForm(self._stepper)
+        self.agents = [*self._stepper.view.agents]
+        self.agent_idx = {agent: index for index, agent in enumerate(self.agents)}
         # Collectors draw random actions from these. Each environment has its own, as in a process of its own.
-        self._action_spaces = [copy.deepcopy(action_space) for _ in range(self.env_num)]
-        self._observation_spaces = [_observation_space(seen, flat=self._is_flat)] * self.env_num
-        self._action_shape = action_space.shape or ()
-        self._ends = [*itertools.accumulate(_size(space) for space in acted.values())]
-        self._shapes = [space.shape or () for space in acted.values()]
+        self._action_spaces = [copy.deepcopy(self._form.action_space) for _ in range(self.env_num)]
+        self._observation_spaces = [self._form.observation_space] * self.env_num
+        self._action_shape = self._form.action_space.shape or ()
         self._all = [*range(self.env_num)]
         self.ready_id, self.waiting_id = [*self._all], list[int]()
         self.is_closed = False
@@ -175,7 +163,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         begun = dict(zip(others, zip(*self._begin(others, None, None)))) if others else {}
         self._loaded, self._resumed = None, {}
         observations, infos = zip(*[resumed[one] if one in resumed else begun[one] for one in ids])
-        return _together(observations), _objects(infos)
+        return together(observations), objects(infos)
 
     def _begin(
         self, ids: list[int], seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
@@ -186,7 +174,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             observations, infos = self._reset_beside_steps(ids, seeds, options)
         else:
             arrays = self._stepper.reset(seeds, options, None if ids == self._all else ids)
-            observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
+            observations, infos = self._form.observations(arrays, ids), self._form.infos(arrays, ids)
         self._over[ids] = False
         return observations, infos
 
@@ -212,7 +200,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
                 raise failed
         finally:
             del failed  # else it and this frame would refer to each other
-        return _together([first[env_id][0] for env_id in ids]), _objects([first[env_id][1] for env_id in ids])
+        return together([first[env_id][0] for env_id in ids]), objects([first[env_id][1] for env_id in ids])
 
     @exclusive("step")
     def step(self, action: Any, id: Ids = None) -> StepReturn:
@@ -287,7 +275,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self.ready_id += done
         observations, *flags, infos = zip(*rows)
         rewards, terminated, truncated = map(np.stack, flags)
-        return _together(observations), rewards, terminated, truncated, _objects(infos)
+        return together(observations), rewards, terminated, truncated, objects(infos)
 
     def _receive(self, at_least: int, timeout: float | None = None) -> None:
         """Receive results of steps, for the result of `step`."""
@@ -372,7 +360,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         earlier = self._resumed if self._stepper.latest is self._loaded else {}
         arrays, _ = self._stepper.load_state(states, None if ids == self._all else ids)
         self._over[ids] = (arrays.terminated | arrays.truncated)[ids]
-        observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
+        observations, infos = self._form.observations(arrays, ids), self._form.infos(arrays, ids)
         # Copies, since the caller may change what this method returns.
         rows = dict(zip(ids, zip(copy.deepcopy(observations), copy.deepcopy(infos))))
         others = {one: row for one, row in earlier.items() if one not in rows}
@@ -411,10 +399,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             actions = stacking.whole(space, actions)
             if actions.dtype.kind == "f":
                 raise ValueError(f"expected whole numbers as actions in {space}, got {action!r}")
-        if self._is_single:
-            return {self._agents[0]: actions}
-        parts = np.split(actions, self._ends[:-1], axis=1)
-        return {agent: part.reshape(len(ids), *shape) for agent, part, shape in zip(self._agents, parts, self._shapes)}
+        return self._form.actions(actions)
 
     def _spread(self, values: NDArray[Any], ids: Sequence[int]) -> NDArray[Any]:
         """Values of some environments in an array of all; the other rows are zeros."""
@@ -424,101 +409,15 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     def _results(self, arrays: Arrays, ids: Sequence[int]) -> StepReturn:
         rows = [*ids]
-        rewards = arrays.rewards[:, 0] if self._is_single else arrays.rewards.sum(axis=1)
         terminated, truncated = arrays.terminated[rows], arrays.truncated[rows]
         self._over[rows] = terminated | truncated
-        infos = self._infos(arrays, rows)
+        infos = self._form.infos(arrays, rows)
         for env_id, info in zip(rows, infos):
             info["env_id"] = env_id
-        return self._observations(arrays, rows), rewards[rows], terminated, truncated, infos
+        return self._form.observations(arrays, rows), self._form.rewards(arrays)[rows], terminated, truncated, infos
 
     def _by_env(self, arrays: Arrays, ids: Sequence[int], of_reset: bool) -> Iterable[tuple[Any, ...]]:
         """The results of these environments, for the mailbox."""
         if of_reset:
-            return zip(self._observations(arrays, ids), self._infos(arrays, ids))
+            return zip(self._form.observations(arrays, ids), self._form.infos(arrays, ids))
         return zip(*self._results(arrays, ids))
-
-    def _observations(self, arrays: Arrays, ids: Sequence[int]) -> NDArray[Any]:
-        """Observations of some environments, in an array of their own."""
-        view, rows = self._stepper.view, [*ids]
-        if self._is_flat:
-            if view.is_one_stack:
-                seen: NDArray[Any] = arrays.observations[0].reshape(self.env_num, -1)[rows]
-                return seen
-            by_agent = view.by_agent(arrays.observations)
-            return flat_values(by_agent[agent][rows] for agent in self._agents)
-        by_agent = view.by_agent(arrays.observations)
-        stacked = by_agent[self._agents[0]] if self._is_single else by_agent
-        if isinstance(stacked, np.ndarray):
-            return stacked[rows]
-        values = stacking.one_by_one(stacked, self.env_num)
-        return _objects([values[row] for row in rows])
-
-    def _infos(self, arrays: Arrays, ids: Sequence[int]) -> NDArray[Any]:
-        """A new dict for each of these environments: of the agent, or by agent; with what is about all agents."""
-        infos = []
-        for env_id in ids:
-            of_env = arrays.infos.get(env_id, {})
-            common = common_info(of_env.get(COMMON))
-            by_agent = {key: info for key, info in of_env.items() if info and key != COMMON}
-            if self._has_masks:
-                masks = self._stepper.transitions.masks(env_id)
-                by_agent |= {agent: {ACTION_MASK: mask, **by_agent.get(agent, {})} for agent, mask in masks.items()}
-            infos.append({**common, **(by_agent.get(self._agents[0], {}) if self._is_single else by_agent)})
-        return _objects(infos)
-
-
-def _action_space(declared: Mapping[AgentID, Space[Any]]) -> Space[Any]:
-    """The space of the actions of all agents."""
-    parts = [*declared.values()]
-    if len(parts) == 1 and isinstance(parts[0], _NUMBERS):
-        return parts[0]
-    if len(parts) > 1 and all(isinstance(part, spaces.Box) for part in parts):
-        return flat_box(parts)
-    counts, starts = list[int](), list[int]()
-    for part in parts:
-        if isinstance(part, spaces.Discrete):
-            counts, starts = [*counts, int(part.n)], [*starts, int(part.start)]
-        elif isinstance(part, spaces.MultiDiscrete) and part.nvec.ndim == 1:
-            counts, starts = [*counts, *part.nvec.tolist()], [*starts, *part.start.tolist()]
-        else:
-            break
-    else:
-        return spaces.MultiDiscrete(counts, start=starts)
-    raise ValueError(
-        "Tianshou needs one array of numbers as the action of an environment: Discrete and MultiDiscrete spaces of all "
-        f"agents, or a Box of each; got {dict(declared)}. Convert them with a wrapper"
-    )
-
-
-def _observation_space(declared: Mapping[AgentID, Space[Any]], *, flat: bool) -> Space[Any]:
-    """The space of the observations of all agents."""
-    for agent, space in declared.items():
-        if isinstance(space, spaces.Tuple):
-            raise TypeError(
-                f"agent {agent!r} observes {space}: Tianshou does not support tuples; convert them to an array or a "
-                "Dict with a wrapper"
-            )
-        if not all(isinstance(leaf, _NUMBERS) for _, leaf in leaves(space)):
-            raise TypeError(
-                f"agent {agent!r} observes {space}, whose values have no fixed size: convert them to an array of one "
-                "shape with a wrapper, such as padded ones with a mask"
-            )
-    if len(declared) == 1:
-        return next(iter(declared.values()))
-    return flat_box(declared.values()) if flat else spaces.Dict([*declared.items()])
-
-
-def _size(space: Space[Any]) -> int:
-    return int(np.prod(space.shape or ()))
-
-
-def _together(observations: Sequence[Any]) -> NDArray[Any]:
-    return _objects(observations) if isinstance(observations[0], dict) else np.stack(observations)
-
-
-def _objects(values: Sequence[Any]) -> NDArray[Any]:
-    """An array of objects, also of equal dicts or sequences."""
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
