@@ -60,6 +60,7 @@ def test_schema(make):
         "options_last",
         "needs_all_actions",
         "all_may_act",
+        "observes_turn",
         "joint_actions",
     ):
         assert getattr(schema, name) is getattr(adapted, name)
@@ -411,5 +412,6 @@ def test_every_adapter_name_is_tested():
         "mlagents",
         "pymarl",
         "mappo",
+        "tianshou",
     }
     assert set(ADAPTERS) == kinds

@@ -13,7 +13,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from mpe2 import simple_adversary_v3, simple_spread_v3
-from pettingzoo.classic import tictactoe_v3
 from simulators.choices import Chooser
 from simulators.corridors import Corridor
 from simulators.drifting import Drift, Painter
@@ -27,7 +26,6 @@ from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import AsyncCollector, Batch, Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
-from tianshou.env import PettingZooEnv as TianshouPettingZooEnv
 from tianshou.utils.net.common import Net
 from tianshou.utils.torch_utils import policy_within_training_step
 
@@ -422,35 +420,6 @@ def test_frames_with_a_mode():
         env.reset()
         assert [frame.max() for frame in env.render(mode="rgb_array")] == [0, 10]
         env.close()
-
-
-class Derived(TianshouPettingZooEnv):
-    """A class of the user's."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        (TianshouPettingZooEnv, {"facade": "tianshou", "backend": "thread"}),
-        (TianshouPettingZooEnv, {"facade": "tianshou", "backend": "serial"}),
-        (TianshouPettingZooEnv, {"backend": "serial", "adapter": "aec"}),
-        (Derived, {"backend": "serial"}),
-        (Derived, {"backend": "serial", "adapter": "aec-turn-based"}),
-    ],
-)
-def test_tianshous_wrapper_of_pettingzoo(kind, how):
-    def make_env(wrapper: Any = kind) -> Any:
-        return wrapper(tictactoe_v3.env())
-
-    advice = r"keep Tianshou's vector environments .*, return the environment without this wrapper"
-    with pytest.raises(TypeError, match=f"environment 0: .*{kind.__name__} is Tianshou's wrapper .*{advice}"):
-        make(make_env, 2, **how)
-    bare = make(tictactoe_v3.env, 2, **how)  # the second way out
-    bare.reset()
-    bare.close()
-    keeps = DummyVectorEnv([make_env] * 2)  # the first
-    assert keeps.reset()[0][0]["agent_id"] == "player_1"
-    keeps.close()
 
 
 def test_spaces_that_tianshou_does_not_know():

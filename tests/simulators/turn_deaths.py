@@ -1,12 +1,15 @@
-"""AEC games whose agents die at different times."""
+"""AEC games whose agents die at different times, and one whose process dies."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import spaces
 from pettingzoo import AECEnv
+from pettingzoo.classic import tictactoe_v3
+from pettingzoo.utils import BaseWrapper
 
 
 class Elimination(AECEnv):
@@ -76,3 +79,22 @@ class TwoSizes(Elimination):
 
     def observation_space(self, agent: str) -> Any:
         return spaces.Box(-1, 1, (3,)) if agent == "b" else self.sees
+
+
+class Fragile(BaseWrapper):
+    """With `crashes`, the process dies in the third step."""
+
+    def __init__(self, env: Any, crashes: bool) -> None:
+        super().__init__(env)
+        self.crashes, self.steps = crashes, 0
+
+    def step(self, action: Any) -> None:
+        self.steps += 1
+        if self.crashes and self.steps == 3:
+            os.abort()
+        super().step(action)
+
+
+def fragile(env_id: int, restarts: int) -> Any:
+    """A game of tictactoe, which crashes once in the first environment."""
+    return Fragile(tictactoe_v3.env(), crashes=env_id == 0 and restarts == 0)
