@@ -42,6 +42,11 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     their observations one observation, and the reward is the sum of their rewards. Actions of absent agents are
     ignored, and their observations are zeros. Collectors reset environments; nothing is reset automatically.
 
+    With `adapter="tianshou"`, and if constructors return Tianshou's `PettingZooEnv`, agents act one after the other, as
+    Tianshou's multi-agent algorithms need it. An action is that of the agent whose turn it is. An observation is a dict
+    with its `"agent_id"`, its observation `"obs"` and its `"mask"` (a list of bools; True = allowed). Rewards are
+    float64, `(environments, agents)`. Flags and infos are those of the agent whose turn it is.
+
     Args:
         env: No other facade may step it; its `auto_reset` is False.
         wait_num: How many environments `step` waits for, while the others continue (`is_async`). None for all.
@@ -51,9 +56,12 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     Attributes:
         action_space: A list with the action space of each environment: the agent's; with several agents, a
-            `MultiDiscrete` or `Box` of the actions of all, one after the other.
+            `MultiDiscrete` or `Box` of the actions of all, one after the other. If they take turns, that of each agent.
         observation_space: A list with the observation space of each environment: the agent's; with several agents, a
-            `Box` `(size,)` of all observations, one after the other, if each is a `Box`, else a `Dict` by agent.
+            `Box` `(size,)` of all observations, one after the other, if each is a `Box`, else a `Dict` by agent. If
+            they take turns, that of each agent, before it becomes `"obs"` and `"mask"`.
+        agents: All agents that may appear, in the order of rewards. Tianshou's multi-agent algorithms read it.
+        agent_idx: The index of each agent in `agents`.
         env_num: The number of environments, as `len(env)`.
         is_async: Whether `step` returns some environments before the others.
         ready_id: The environments that wait for a step or a reset.
@@ -63,7 +71,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     Raises:
         TypeError: An agent observes tuples, which Tianshou does not support, or values without a fixed size.
         ValueError: As `FacadeStepper`; or an action is not an array of numbers; or the agents' actions do not make one
-            `MultiDiscrete` or `Box`.
+            `MultiDiscrete` or `Box`; or agents that take turns do not have equal spaces.
 
     Example:
         >>> from marl_parallel import make
@@ -74,6 +82,16 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         >>> observations, rewards, terminated, truncated, infos = env.step(np.zeros((2, 3), np.int64), [3, 1])
         >>> observations.shape, rewards.shape, [info["env_id"] for info in infos]
         ((2, 54), (2,), [3, 1])
+        >>> env.close()
+
+        One agent after the other:
+
+        >>> game = "pettingzoo.classic.tictactoe_v3:env"
+        >>> env = make(game, num_envs=4, num_workers=2, facade="tianshou", adapter="tianshou")
+        >>> observations, infos = env.reset()
+        >>> observations, rewards, terminated, truncated, infos = env.step(np.zeros(2, np.int64), [3, 1])
+        >>> observations[0]["agent_id"], observations[0]["mask"][:3], rewards.shape
+        ('player_2', [False, True, True], (2, 2))
         >>> env.close()
     """
 
