@@ -20,7 +20,7 @@ from marl_parallel.adapters.forms import mappo_way
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mappo_env import MAPPOEnv, is_mappo
 from marl_parallel.adapters.mlagents import MLAgentsEnv
-from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec, is_tianshous
 from marl_parallel.adapters.protocol import (
     AdapterMismatch,
     Dicts,
@@ -34,7 +34,7 @@ from marl_parallel.adapters.protocol import (
     choices,
 )
 from marl_parallel.adapters.pymarl_env import PyMARLEnv, is_pymarl
-from marl_parallel.adapters.tianshou_env import TianshouEnv, is_tianshous
+from marl_parallel.adapters.tianshou_env import TianshouEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 
 __all__ = [

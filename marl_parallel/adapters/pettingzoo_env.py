@@ -113,9 +113,13 @@ class TurnBasedAECEnv(PettingZooEnv):
         return self._selects.agent_selection if self.agents_left() else None
 
 
+def is_tianshous(source: Any) -> bool:
+    """Whether an environment is Tianshou's wrapper: an `AECEnv`, but its reset and step return values."""
+    return is_a(source, "tianshou.env", "PettingZooEnv")
+
+
 def _check_not_tianshous(source: Any) -> None:
-    """Raise `NotAnEnvironment` for Tianshou's wrapper, which is an `AECEnv`, but returns observations and rewards."""
-    if is_a(source, "tianshou.env", "PettingZooEnv"):
+    if is_tianshous(source):
         raise NotAnEnvironment(
             f"{type_name(source)} is Tianshou's wrapper of an AEC environment for its multi-agent algorithms, whose "
             "reset and step differ from PettingZoo's. For these algorithms, leave adapter= out; for everything else, "

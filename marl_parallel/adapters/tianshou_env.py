@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from marl_parallel.adapters.attributes import AgentID, declared_or_none, find, is_a, method, type_name
-from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
+from marl_parallel.adapters.attributes import AgentID, declared_or_none, find, layers, method, owns, type_name
+from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, is_tianshous
 from marl_parallel.adapters.protocol import ALL, Dicts, NotAnEnvironment
 
 
@@ -32,9 +32,10 @@ class TianshouEnv(PettingZooEnv):
         if method(aec, "last") is None or method(aec, "observe") is None:
             agents = declared_or_none(aec, "possible_agents")
             raise NotAnEnvironment(
-                'adapter="tianshou" needs an AEC environment, in which one agent acts at a time; in '
-                f"{type_name(aec)}, the agents {agents} act at the same time. Return an AEC environment, such as `env` "
-                "of the module instead of `parallel_env`, or convert this one with pettingzoo.utils.parallel_to_aec"
+                'adapter="tianshou" needs an AEC environment, in which one agent acts at a time, with methods `observe` '
+                f"and `last`; got {type_name(aec)}{f', whose agents {agents} act at the same time' * bool(agents)}. "
+                "Return an AEC environment, such as `env` of the module instead of `parallel_env`, or convert this one "
+                "with pettingzoo.utils.parallel_to_aec"
             )
         for name in ("reset", "step") if is_tianshous(source) else ():
             definer = next(base for base in type(source).__mro__ if name in vars(base))
@@ -45,33 +46,41 @@ class TianshouEnv(PettingZooEnv):
                 )
         super().__init__(aec)
         self.source = source
+        self._owners: dict[str, Any] = {}
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         self._reset(keywords)
         observation, *_, info = self._simulator.last()
-        agent = self._simulator.agent_selection
+        agent = self._read("agent_selection")
         return {agent: observation}, {agent: info}
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        env = self._simulator
-        env.step(actions[env.agent_selection])
-        observation, _, terminated, truncated, info = env.last()
-        agent = env.agent_selection
-        terminateds, truncateds = {**env.terminations, ALL: terminated}, {**env.truncations, ALL: truncated}
-        return {agent: observation}, {**env.rewards}, terminateds, truncateds, {agent: info}
+        self._simulator.step(actions[self._read("agent_selection")])
+        observation, _, terminated, truncated, info = self._simulator.last()
+        agent, rewards = self._read("agent_selection"), {**self._read("rewards")}
+        terminateds, truncateds = {**self._read("terminations")}, {**self._read("truncations")}
+        terminateds[ALL], truncateds[ALL] = terminated, truncated
+        return {agent: observation}, rewards, terminateds, truncateds, {agent: info}
+
+    def agents_left(self) -> Sequence[AgentID]:
+        agents: Sequence[AgentID] = self._read("agents")
+        return agents
 
     def turn(self) -> AgentID | None:
-        return self._simulator.agent_selection if self.agents_left() else None
+        return self._read("agent_selection") if self.agents_left() else None
 
     def alive(self) -> Sequence[AgentID]:
-        env = self._simulator
-        ended = {agent for flags in (env.terminations, env.truncations) for agent, flag in flags.items() if flag}
-        return [agent for agent in self.possible_agents if agent in env.agents and agent not in ended]
+        left, flags = self.agents_left(), (self._read("terminations"), self._read("truncations"))
+        ended = {agent for by_agent in flags for agent, flag in by_agent.items() if flag}
+        return [agent for agent in self.possible_agents if agent in left and agent not in ended]
+
+    def _read(self, name: str) -> Any:
+        """An attribute that is there after a reset, of the layer that has it: wrappers forward it slowly."""
+        owner = self._owners.get(name)
+        if owner is None:
+            found = (layer for layer in layers(self._simulator) if owns(layer, name))
+            owner = self._owners[name] = next(found, self._simulator)
+        return getattr(owner, name)
 
     def state(self) -> Any:
         return find(self._simulator, "state")()
-
-
-def is_tianshous(source: Any) -> bool:
-    """Whether an environment is Tianshou's wrapper: an `AECEnv` that returns other observations and rewards."""
-    return is_a(source, "tianshou.env", "PettingZooEnv")

@@ -25,7 +25,7 @@ _NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscret
 
 
 class Form(ABC):
-    """What the arrays of a `FacadeStepper` are for Tianshou; all results are copies.
+    """What the arrays of a `FacadeStepper` are for Tianshou; observations and infos are copies.
 
     Attributes:
         action_space: The space of the action of one environment.
