@@ -31,11 +31,11 @@ class TianshouEnv(PettingZooEnv):
         aec = source.env if is_tianshous(source) else source
         if method(aec, "last") is None or method(aec, "observe") is None:
             agents = declared_or_none(aec, "possible_agents")
+            whose = f", whose agents {agents} act at the same time" if agents else ""
             raise NotAnEnvironment(
-                'adapter="tianshou" needs an AEC environment, in which one agent acts at a time, with methods `observe` '
-                f"and `last`; got {type_name(aec)}{f', whose agents {agents} act at the same time' * bool(agents)}. "
-                "Return an AEC environment, such as `env` of the module instead of `parallel_env`, or convert this one "
-                "with pettingzoo.utils.parallel_to_aec"
+                'adapter="tianshou" needs an AEC environment, in which one agent acts at a time, with the methods '
+                f"`observe` and `last`; got {type_name(aec)}{whose}. Return an AEC environment, such as `env` of the "
+                "module instead of `parallel_env`, or convert this one with pettingzoo.utils.parallel_to_aec"
             )
         for name in ("reset", "step") if is_tianshous(source) else ():
             definer = next(base for base in type(source).__mro__ if name in vars(base))

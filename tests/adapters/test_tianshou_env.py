@@ -54,7 +54,7 @@ def test_same_as_a_plain_loop(build, setup, dead_first, action):
 def test_agents_that_act_at_the_same_time(make_env):
     agents = make_env().possible_agents
     message = (
-        rf"environment 0: adapter=\"tianshou\" needs an AEC environment.*, the agents \['{agents[0]}', .* act at the"
+        rf"environment 0: adapter=\"tianshou\" needs an AEC environment.*, whose agents \['{agents[0]}', .* act at the"
     )
     with pytest.raises(TypeError, match=message):
         ParallelEnv([make_env], backend="serial", adapter="tianshou")
