@@ -17,7 +17,8 @@ from helpers import ROOT, TESTS
 
 pytestmark = [pytest.mark.needs("jsonschema", "yaml"), pytest.mark.release_independent]
 
-SCRIPT, MANIFEST = ROOT / "examples" / "clusters" / "slurm.sh", ROOT / "examples" / "clusters" / "kubernetes.yaml"
+CLUSTERS = ROOT / "examples" / "clusters"
+SCRIPT, RANKS, MANIFEST = CLUSTERS / "slurm.sh", CLUSTERS / "slurm_ranks.sh", CLUSTERS / "kubernetes.yaml"
 GIB = 2**30
 
 
@@ -26,9 +27,13 @@ def lint(file: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(program), str(file)], capture_output=True, text=True, timeout=60)
 
 
-def test_script_passes_shellcheck(tmp_path):
-    done = lint(SCRIPT)
+@pytest.mark.parametrize("script", [SCRIPT, RANKS], ids=["ray", "ranks"])
+def test_script_passes_shellcheck(script):
+    done = lint(script)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shellcheck_finds_missing_quotes(tmp_path):
     unquoted = tmp_path / "unquoted.sh"
     unquoted.write_text(SCRIPT.read_text().replace('mkdir -p "$logs"', "mkdir -p $logs"))
     assert "SC2086" in lint(unquoted).stdout
