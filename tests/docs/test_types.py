@@ -85,13 +85,13 @@ def texts_of(kind: str, unread: Sequence[str] = ()) -> dict[str, str]:
         assert len(texts) > 40
         assert any(name.startswith("readme_") for name in texts)
         return texts
-    texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").glob("*.py"))}
+    texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").rglob("*.py"))}
     if unread:
         texts = {name: text for name, text in texts.items() if can_import(text) or imported(text) & {*unread}}
     else:
         texts = {name: text for name, text in texts.items() if can_import(text) and kind == kind_of(text)}
     expected = {
-        "examples": {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"},
+        "examples": {"async_rollout", "crashing_simulator", "parallel_environments", "quickstart"},
         "agilerl": {"agilerl_train"},
         "ray": {"ray_cluster"},
     }
