@@ -109,16 +109,14 @@ def join(args: Args) -> torch.device:
         environ.setdefault("MASTER_PORT", str(20000 + int(environ["SLURM_JOB_ID"]) % 10000))  # the same in all ranks
         environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
         environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+    elif "RANK" not in environ:
+        environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")  # 0: any free port
     backend, device = "gloo", torch.device("cpu")
     if args.device == "auto" and torch.cuda.is_available():
         # Where a rank sees only its own GPU, as with `srun --gpus-per-task=1`, that is number 0.
         backend, device = "nccl", torch.device("cuda", int(environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=args.rank_timeout)
-    if "RANK" in environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.rank_timeout))
     return device
 
 

@@ -114,7 +114,7 @@ def train() -> None:
             gradient = seen.T @ ((np.eye(6)[actions] - probabilities(seen)) * advantages[:, None]) / len(seen)
             products = seen.T @ seen / len(seen) + 1e-4 * np.eye(14)
             direction = np.linalg.solve(products, gradient)
-            policy = policy + 0.3 * direction / np.sqrt((gradient * direction).sum())
+            policy = policy + 0.3 * direction / (np.sqrt((gradient * direction).sum()) + 1e-8)
             critic = np.linalg.solve(products, seen.T @ returns[acting] / len(seen))
             if len(episodes) >= 20 or update == NUM_UPDATES:
                 killed = np.mean([sum(episode.returns.values()) for episode in episodes])
