@@ -54,6 +54,7 @@ _FACADES = {
     "rllib": ("RLlibVectorMultiAgentEnv", AutoresetMode.NEXT_STEP),
     "sb3": ("SB3VecEnv", AutoresetMode.SAME_STEP),
     "share": ("ShareVecEnv", AutoresetMode.SAME_STEP),
+    "skrl": ("SkrlEnv", AutoresetMode.SAME_STEP),
     "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
     "tianshou": ("TianshouVecEnv", AutoresetMode.DISABLED),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
@@ -119,6 +120,11 @@ def make(
 ) -> vector.StackedVecEnv: ...  # fmt: skip
 @overload
 def make(
+    name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["skrl"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.SkrlEnv: ...  # fmt: skip
+@overload
+def make(
     name: Names, num_envs: int = 1, env_kwargs: OfEach = None, *, facade: Literal["tuple"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.TupleVecEnv: ...  # fmt: skip
@@ -144,9 +150,9 @@ def make(
             `i % k` of the k different ones.
         env_kwargs: Keywords for each environment's constructor; or for `ParallelEnv.from_envpool`, `vmas.make_env`,
             `jaxmarl.make`. Or a list of keywords for different environments, one for each name if there are several.
-        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"`,
-            `"tianshou"`, `"torchrl"` or `"tuple"`: returns that facade, made with the auto-reset mode of its library
-            unless `auto_reset` is passed. None returns the `ParallelEnv`.
+        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"skrl"`,
+            `"stacked"`, `"tianshou"`, `"torchrl"` or `"tuple"`: returns that facade, made with the auto-reset mode of
+            its library unless `auto_reset` is passed. None returns the `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.

@@ -39,7 +39,8 @@ AdapterName: TypeAlias = Literal[
     "tianshou",
 ]
 FacadeName: TypeAlias = Literal[
-    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "stacked", "tianshou", "torchrl", "tuple"
+    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "skrl", "stacked", "tianshou", "torchrl",
+    "tuple",
 ]
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.share import ShareSubprocVecEnv as ShareSubprocVecEnv
     from marl_parallel.vector.share import ShareVecEnv as ShareVecEnv
     from marl_parallel.vector.share import SubprocVecEnv as SubprocVecEnv
+    from marl_parallel.vector.skrl import SkrlEnv as SkrlEnv
     from marl_parallel.vector.stacked import StackedVecEnv as StackedVecEnv
     from marl_parallel.vector.stepper import Arrays as Arrays
     from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
@@ -61,6 +62,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
         "",
         [],
     ),
+    "skrl": (["SkrlEnv"], "skrl", ["skrl", "torch"]),  # skrl alone does not install torch
     "stacked": (["StackedVecEnv"], "", []),
     "stepper": (["ArrayStepper", "Arrays", "FacadeStepper", "Stacked"], "", []),
     "tianshou": (["TianshouVecEnv"], "Tianshou", ["tianshou"]),
