@@ -230,6 +230,9 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
 
     def _flags(self, arrays: Arrays) -> Flags:
         """What skrl gets as terminated and truncated, `(num_envs, agents)`."""
+        if not arrays.plain:  # a flag of an agent that was dead before is that of an earlier step
+            kept = {name: getattr(arrays, name) & ~arrays.were_dead for name in ("terminations", "truncations")}
+            arrays = arrays.changed(**kept)
         terminated, truncated = inherited_flags(arrays, np.ones_like(arrays.terminations))
         if not self._bootstraps:
             return terminated | truncated, np.zeros_like(truncated)
