@@ -39,7 +39,17 @@ AdapterName: TypeAlias = Literal[
     "tianshou",
 ]
 FacadeName: TypeAlias = Literal[
-    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "skrl", "stacked", "tianshou", "torchrl",
+    "agilerl",
+    "gymnasium",
+    "pettingzoo",
+    "pymarl",
+    "rllib",
+    "sb3",
+    "share",
+    "skrl",
+    "stacked",
+    "tianshou",
+    "torchrl",
     "tuple",
 ]
 

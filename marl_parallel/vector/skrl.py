@@ -85,7 +85,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
 
     Example:
         >>> from marl_parallel import make
-        >>> env = make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, facade="skrl", facade_kwargs={"device": "cpu"})
+        >>> env = SkrlEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2), device="cpu")
         >>> observations, infos = env.reset(seed=1)
         >>> for _ in range(25):
         ...     actions = {agent: torch.zeros(4, 1, dtype=torch.int64) for agent in env.agents}
