@@ -34,8 +34,8 @@ NO_LIMIT = "no limit"
 REQUIRED = ("cloudpickle", "gymnasium", "numpy", "pettingzoo", "threadpoolctl")
 OPTIONAL = (
     "agilerl", "envpool", "imageio", "imageio-ffmpeg", "jax", "matplotlib", "mlagents-envs", "mpe2", "pillow",
-    "prometheus-client", "protobuf", "psutil", "ray", "rich", "sb3-contrib", "shimmy", "smarts", "stable-baselines3",
-    "sumo-rl", "supersuit", "tensordict", "tianshou", "torch", "torchrl", "typer", "vmas",
+    "prometheus-client", "protobuf", "psutil", "ray", "rich", "sb3-contrib", "shimmy", "skrl", "smarts",
+    "stable-baselines3", "sumo-rl", "supersuit", "tensordict", "tianshou", "torch", "torchrl", "typer", "vmas",
 )  # fmt: skip
 # Environment variables that change what workers do. Others are not shown: they may contain passwords.
 VARIABLES = (

@@ -170,7 +170,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         if flat.dtype == torch.bfloat16:  # which NumPy does not have
             flat = flat.float()
 
-        def of_leaf(leaf: Space[Any], part: torch.Tensor) -> NDArray[Any]:
+        def of_leaf(leaf: Space[Any], part: torch.Tensor) -> Any:
             return stacking.whole(leaf, part.numpy().reshape(num_envs, *(leaf.shape or ())))
 
         parts = tree_map(of_leaf, space, unflatten_tensorized_space(space, flat))

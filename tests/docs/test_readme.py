@@ -27,11 +27,11 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 FRAMEWORKS = "docs/frameworks/"
-LIBRARIES = {"agilerl", "ray", "stable_baselines3", "tianshou", "torchrl"}
+LIBRARIES = {"agilerl", "ray", "skrl", "stable_baselines3", "tianshou", "torchrl"}
 # Pages that explain what other pages and tests cover as well, or that need libraries of `.ci/run`.
 REST = (
     *(f"docs/recipes/{name}.md" for name in ("gae", "heterogeneous_teams", "mappo", "self_play")),
-    *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "tianshou", "torchrl")),
+    *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "skrl", "tianshou", "torchrl")),
     "docs/agents.md",
     "docs/index.md",
     "docs/recipes/video.md",
@@ -49,12 +49,13 @@ def needed(block: str) -> set[str]:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     facades = {"AgileRLVecEnv": "agilerl", "SB3VecEnv": "stable_baselines3", "TorchRLEnv": "torchrl"}
-    facades |= {"TianshouVecEnv": "tianshou"}
+    facades |= {"SkrlEnv": "skrl", "TianshouVecEnv": "tianshou"}
     names |= {library for facade, library in facades.items() if facade in block}
     made = {
         "agilerl": "agilerl",
         "rllib": "ray",
         "sb3": "stable_baselines3",
+        "skrl": "skrl",
         "tianshou": "tianshou",
         "torchrl": "torchrl",
     }

@@ -22,6 +22,7 @@ CLASSES = {
     "rllib": "RLlibVectorMultiAgentEnv",
     "sb3": "SB3VecEnv",
     "share": "ShareVecEnv",
+    "skrl": "SkrlEnv",
     "stacked": "StackedVecEnv",
     "torchrl": "TorchRLEnv",
     "tuple": "TupleVecEnv",
@@ -41,6 +42,18 @@ def of_rows(values: Any) -> np.ndarray:
     return np.asarray(values).reshape(ENVS, len(AGENTS), *values.shape[1:])
 
 
+def in_tensors(actions: np.ndarray) -> dict[str, Any]:
+    import torch
+
+    return {agent: torch.from_numpy(row[:, None]) for agent, row in zip(AGENTS, actions.T)}
+
+
+def of_tensors(values: dict[str, Any]) -> np.ndarray:
+    """Observations `(num_envs, agents, size)`, or rewards `(num_envs, agents)`."""
+    array = of_agents({agent: value.numpy() for agent, value in values.items()})
+    return array[..., 0] if array.shape[-1] == 1 else array
+
+
 def in_dicts(actions: np.ndarray) -> list[dict[str, int]]:
     return [dict(zip(AGENTS, row)) for row in actions.tolist()]
 
@@ -50,6 +63,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sb3": (np.ravel, of_rows),
     "rllib": (in_dicts, of_dicts),
     "share": (lambda actions: actions[..., None], lambda values: np.reshape(values, (ENVS, len(AGENTS), -1)).squeeze()),
+    "skrl": (in_tensors, of_tensors),
     "stacked": (np.asarray, np.asarray),
     "tuple": (np.transpose, lambda values: np.stack(values, 1) if isinstance(values, tuple) else values),
     **dict.fromkeys(["agilerl", "pettingzoo"], (lambda actions: dict(zip(AGENTS, actions.T)), of_agents)),
@@ -103,6 +117,7 @@ def test_steps_equal_the_dicts(facade, how):
 
 KEYWORDS: dict[str, dict[str, Any]] = {
     "gymnasium": {"agents": AGENTS},
+    "skrl": {"with_state": False},
     "stacked": {"with_state": False},
     "torchrl": {"return_state": False},
     "tuple": {"flags_by_agent": True},

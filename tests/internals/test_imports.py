@@ -90,7 +90,7 @@ def test_imports_go_downwards(path):
 
 HEAVY = {
     "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl", "tianshou",
-    "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas",
+    "skrl", "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas",
 }  # fmt: skip
 
 
