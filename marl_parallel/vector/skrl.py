@@ -48,9 +48,9 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
     episodes, `infos["episode"]` has the means of their returns and lengths, which skrl's trainers log.
 
     **Agents that come and go.** skrl has no masks: it trains on every row. Rows of absent agents have zeros as
-    observations and 0.0 as rewards. An agent is terminated at its death, and again where the episode ends, so that no
-    return crosses the end of a life: neither the agent's own nor that of an episode that it did not live to see. In
-    between, its rows are not flagged. `present` and `acting` say which rows are data.
+    observations and 0.0 as rewards. An agent is terminated at its death, and once more where the episode ends; in
+    between, its rows have no flag. So its return stops at its death, and no return goes on into the next episode.
+    `present` and `acting` say which rows are data.
 
     **Truncated episodes.** The step that ends an episode returns the first observations of the next one. skrl takes
     them for the next observations of the old episode: with `time_limit_bootstrap=True`, `record_transition` adds their
@@ -71,7 +71,8 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         scalarize: Turns vector rewards into numbers, as in `FacadeStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
-        parallel_env: The `ParallelEnv`, also available as `env`. Attributes that skrl's class does not have are its.
+        parallel_env: The `ParallelEnv`, also available as `env`. Its other attributes, such as `stats`, are available
+            here, too, as in skrl's wrappers.
         num_envs: The number of environments.
         agents, possible_agents: All agents, always.
         observation_spaces, action_spaces: By agent, the spaces of one environment; choices count from 0.
@@ -132,6 +133,8 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         self._env = env
         self._bootstraps = bootstrap_truncated
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
+        declared = schema.observation_spaces
+        self._moved = {agent: declared[agent] for agent in agents if starts_elsewhere(declared[agent])}
         for kind, spaces in (("observation", self.observation_spaces), ("action", self.action_spaces)):
             for agent in agents:
                 _check_space(f"the {kind} space of agent {agent!r}", spaces[agent])
@@ -210,14 +213,13 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         return {"next_observations": observations, "next_states": dict.fromkeys(self.agents, state)}
 
     def _observations(self, groups: Sequence[Any], observed: NDArray[np.bool_]) -> Tensors:
-        by_agent, declared = self._stepper.view.by_agent([*groups]), self._stepper.schema.observation_spaces
-        tensors: Tensors = {}
-        for column, agent in enumerate(self.agents):
-            moves = starts_elsewhere(declared[agent])
-            values = to_zero(declared[agent], by_agent[agent]) if moves else by_agent[agent]
-            tensors[agent] = _tensor(self.observation_spaces[agent], values, self.device)
-            if moves:
-                tensors[agent][torch.tensor(~observed[:, column], device=self.device)] = 0
+        by_agent, agents = self._stepper.view.by_agent([*groups]), self.agents
+        for agent, space in self._moved.items():
+            by_agent[agent] = to_zero(space, by_agent[agent])
+        spaces, device = self.observation_spaces, self.device
+        tensors = {agent: _tensor(spaces[agent], by_agent[agent], device) for agent in agents}
+        for agent in self._moved:
+            tensors[agent][torch.tensor(~observed[:, agents.index(agent)], device=device)] = 0
         return tensors
 
     def _of_states(self, states: NDArray[Any]) -> torch.Tensor:
@@ -261,9 +263,12 @@ def _tensor(space: Space[Any], values: Any, device: torch.device | str) -> torch
 
 
 def _check_space(whose: str, space: Space[Any]) -> None:
-    """Raise `ValueError` if skrl has no tensors for a space."""
+    """Raise `ValueError` if skrl has no tensors for a space, or makes two values of it a tensor of another shape."""
     try:
-        _tensor(space, stacking.zeros(space, (1,)), "cpu")
-        unflatten_tensorized_space(space, torch.zeros(1, compute_space_size(space, occupied_size=True)))
-    except (NotImplementedError, TypeError, ValueError) as error:
+        shape = 2, compute_space_size(space, occupied_size=True)
+        made = _tensor(space, stacking.zeros(space, (2,)), "cpu")
+        made_again = flatten_tensorized_space(unflatten_tensorized_space(space, torch.zeros(shape)))
+        if not made.shape == made_again.shape == shape:
+            raise ValueError(f"two values become shape {tuple(made.shape)}, not {shape}")
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"skrl has no tensors for {whose}, {space}: {error}") from None

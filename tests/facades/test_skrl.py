@@ -378,11 +378,24 @@ def test_wrong_use():
         make(spread, ENVS, facade="skrl", backend="serial", auto_reset=False)
     with pytest.raises(TypeError, match=r"SkrlEnv takes no argument 'colour'; .*bootstrap_truncated"):
         make(spread, ENVS, facade="skrl", backend="serial", facade_kwargs={"colour": 1})
-    core = choosers(spaces.MultiBinary(3), True)
-    with pytest.raises(ValueError, match=r"skrl has no tensors for the observation space of agent 'chief_0', MultiBin"):
-        SkrlEnv(core)
-    core.close()
-    core = choosers(spaces.Dict(a=spaces.MultiBinary(3)), True, spaces.Discrete(2))
-    with pytest.raises(ValueError, match=r"skrl has no tensors for the action space of agent 'chief_0', Dict\('a'"):
+
+
+UNFIT: dict[str, Any] = {
+    "multi-binary": spaces.MultiBinary(3),
+    "in a dict": spaces.Dict(a=spaces.MultiBinary(3)),
+    "text": spaces.Text(3),
+    "box without axes": spaces.Box(0, 1, ()),
+    "box without axes in a dict": spaces.Dict(a=spaces.Box(0, 1, ()), b=spaces.Box(0, 1, (2,))),
+    "multi-discrete with two axes": spaces.MultiDiscrete([[2, 3], [4, 5]]),
+}
+
+
+@pytest.mark.parametrize("kind", ["observation", "action"])
+@pytest.mark.parametrize("name", UNFIT)
+def test_spaces_without_tensors(name, kind):
+    """Also those of which skrl's functions make tensors of other shapes."""
+    fitting = spaces.Discrete(2)
+    core = choosers(*((fitting, True, UNFIT[name]) if kind == "observation" else (UNFIT[name], True, fitting)))
+    with pytest.raises(ValueError, match=rf"skrl has no tensors for the {kind} space of agent 'chief_0', \w+\("):
         SkrlEnv(core)
     core.close()
