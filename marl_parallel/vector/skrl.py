@@ -77,8 +77,6 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         agents, possible_agents: All agents, always.
         observation_spaces, action_spaces: By agent, the spaces of one environment; choices count from 0.
         state_spaces: By agent, the space of one environment's global state; None without states.
-        present: By agent, bool `(num_envs, 1)`: where it was observed or rewarded at the last reset or step.
-        acting: By agent, bool `(num_envs, 1)`: where it acts next.
 
     Raises:
         TypeError, ValueError: As `FacadeStepper`; or skrl has no tensors for a space.
@@ -96,7 +94,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         >>> env.close()
     """
 
-    num_envs = 0  # `ArrayFacade` sets it; skrl's is a property, which cannot be set
+    num_envs = 0  # pyright: ignore  # `ArrayFacade` sets it; skrl's is a property, which cannot be set
 
     def __init__(
         self,
@@ -141,7 +139,17 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         if with_state:
             _check_space("the state_space", self.state_spaces[agents[0]])
         self._state: torch.Tensor | None = None
-        self.present = self.acting = self._by_agent(np.zeros((self.num_envs, len(agents)), np.bool_))
+        self._present = self._acting = np.zeros((self.num_envs, len(agents)), np.bool_)
+
+    @property
+    def present(self) -> Tensors:
+        """By agent, bool `(num_envs, 1)`: where it was observed or rewarded at the latest reset or step."""
+        return self._by_agent(self._present)
+
+    @property
+    def acting(self) -> Tensors:
+        """By agent, bool `(num_envs, 1)`: where it acts next; its other actions are ignored."""
+        return self._by_agent(self._acting)
 
     def state(self) -> dict[Any, torch.Tensor | None]:
         """By agent, the global state after the latest reset or step: one tensor `(num_envs, size)` for all of them.
@@ -196,7 +204,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
 
     def _latest(self, arrays: Arrays) -> Tensors:
         """The latest observations; sets the attributes that describe the latest reset or step."""
-        self.present, self.acting = self._by_agent(arrays.present), self._by_agent(arrays.acting)
+        self._present, self._acting = arrays.present, arrays.acting
         if self._state_space is not None:
             self._state = self._of_states(self._stepper.batch.states_seen()[0])
         return self._observations(arrays.observations, arrays.observed)
@@ -256,18 +264,18 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
         return {name: torch.tensor(np.mean(numbers), dtype=torch.float32) for name, numbers in values.items()}
 
 
-def _tensor(space: Space[Any], values: Any, device: torch.device | str) -> torch.Tensor:
+def _tensor(space: Any, values: Any, device: torch.device | str) -> torch.Tensor:
     """Stacked values of a space as a new tensor `(number of values, size)`."""
-    tensor: torch.Tensor = flatten_tensorized_space(tensorize_space(space, values, device=device))
-    return tensor
+    tensor: Any = flatten_tensorized_space(tensorize_space(space, values, device=device))
+    return tensor  # type: ignore[no-any-return]
 
 
-def _check_space(whose: str, space: Space[Any]) -> None:
+def _check_space(whose: str, space: Any) -> None:
     """Raise `ValueError` if skrl has no tensors for a space, or makes two values of it a tensor of another shape."""
     try:
         shape = 2, compute_space_size(space, occupied_size=True)
         made = _tensor(space, stacking.zeros(space, (2,)), "cpu")
-        made_again = flatten_tensorized_space(unflatten_tensorized_space(space, torch.zeros(shape)))
+        made_again: Any = flatten_tensorized_space(unflatten_tensorized_space(space, torch.zeros(shape)))
         if not made.shape == made_again.shape == shape:
             raise ValueError(f"two values become shape {tuple(made.shape)}, not {shape}")
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
