@@ -267,7 +267,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
 def _tensor(space: Any, values: Any, device: torch.device | str) -> torch.Tensor:
     """Stacked values of a space as a new tensor `(number of values, size)`."""
     tensor: Any = flatten_tensorized_space(tensorize_space(space, values, device=device))
-    return tensor  # type: ignore[no-any-return]
+    return tensor  # type: ignore[no-any-return,unused-ignore]
 
 
 def _check_space(whose: str, space: Any) -> None:
