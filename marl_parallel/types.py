@@ -39,19 +39,9 @@ AdapterName: TypeAlias = Literal[
     "tianshou",
 ]
 FacadeName: TypeAlias = Literal[
-    "agilerl",
-    "gymnasium",
-    "pettingzoo",
-    "pymarl",
-    "rllib",
-    "sb3",
-    "share",
-    "skrl",
-    "stacked",
-    "tianshou",
-    "torchrl",
+    "agilerl", "gymnasium", "pettingzoo", "pymarl", "rllib", "sb3", "share", "skrl", "stacked", "tianshou", "torchrl",
     "tuple",
-]
+]  # fmt: skip
 
 
 def installed(library: str) -> bool:

@@ -27,7 +27,7 @@ from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import Flags, inherited_flags, stacked
 from marl_parallel.vector.scalarize import Scalarize
 
-__doctest_requires__ = ["skrl"]
+__doctest_requires__ = ["skrl", "torch"]
 
 Tensors = dict[Any, torch.Tensor]
 """By agent, a tensor `(num_envs, size)`."""
