@@ -36,7 +36,7 @@ FirstReturn = tuple[Tensors, dict[Any, Any]]
 StepReturn = tuple[Tensors, Tensors, Tensors, Tensors, dict[Any, Any]]
 
 
-class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):
+class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper):  # pyright: ignore  # see num_envs
     """Many environments for skrl's multi-agent algorithms (IPPO, MAPPO) and trainers.
 
     Results are dicts by agent, always of all possible agents. Observations are tensors `(num_envs, size)`, flattened as
