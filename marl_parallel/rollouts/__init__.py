@@ -5,6 +5,7 @@ from marl_parallel.rollouts.ahead import Ahead, AheadStats
 from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays
 from marl_parallel.rollouts.evaluation import evaluate
 from marl_parallel.rollouts.evaluation_result import EvaluationResult
+from marl_parallel.rollouts.policies import Pairing, Policies, Rows, StartedEpisode, pfsp_weights
 from marl_parallel.rollouts.rollout import Rollout
 from marl_parallel.rollouts.sequences import Sequences, sequences
 
@@ -14,12 +15,17 @@ __all__ = [
     "Current",
     "EvaluationResult",
     "Extra",
+    "Pairing",
+    "Policies",
     "Policy",
     "Rollout",
     "RolloutArrays",
+    "Rows",
     "Sequences",
+    "StartedEpisode",
     "evaluate",
     "gae",
+    "pfsp_weights",
     "sequences",
     "vtrace",
 ]

@@ -78,6 +78,8 @@ class RolloutArrays(NamedTuple):
         informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which entries of `infos` have a value.
         begins: Grouped; bool `(T + 1, N, k)`: whose hidden state begins anew with this observation, as in
             `StackedVecEnv`. `sequences` cuts there.
+        policies: Grouped; int16 `(T, N, k)`: the `Policies.index` of the policy that has acted; -1 where no agent acts,
+            and everywhere without `Policies`.
     """
 
     observations: Grouped
@@ -100,6 +102,7 @@ class RolloutArrays(NamedTuple):
     infos: dict[str, Any]
     informed: dict[str, Any]
     begins: Grouped
+    policies: Grouped = None
 
     def group(self, name: str) -> RolloutArrays:
         """The data of one of several groups."""

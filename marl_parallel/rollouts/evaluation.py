@@ -14,7 +14,6 @@ from hashlib import blake2b
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -32,6 +31,7 @@ from marl_parallel.rollouts.arrays import Current, Extra, Policy, at, put
 from marl_parallel.rollouts.claims import claim, release
 from marl_parallel.rollouts.evaluation_result import EvaluationResult
 from marl_parallel.rollouts.infos import declared, named_in, shaped
+from marl_parallel.rollouts.policies import Choices, Policies, actions_and_extras
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, StackedVecEnv
 
@@ -66,11 +66,13 @@ class _ArraySide:
 
     Attributes:
         parallel_env: The `ParallelEnv`.
+        choices: Which of several policies acts for each agent; None for one policy.
         infos: By environment, the infos of the latest `reset` or `step`.
     """
 
-    def __init__(self, env: StackedVecEnv, policy: Policy, action_masks: bool) -> None:
+    def __init__(self, env: StackedVecEnv, policy: Policy | Policies, action_masks: bool) -> None:
         self.parallel_env, self._env, self._policy, self._masks = env.parallel_env, env, policy, action_masks
+        self.choices = Choices(policy, env, None) if isinstance(policy, Policies) else None
         self._rngs = env.grouped({
             group: np.empty((env.num_envs, len(agents)), object) for group, agents in env.group_map.items()
         })  # fmt: skip
@@ -104,11 +106,11 @@ class _ArraySide:
             begins=env.begins,
             rngs=self._rngs,
         )
-        chosen, space = self._policy(current), env.single_action_space
-        has_extras = isinstance(chosen, tuple | list) and len(chosen) == 2 and isinstance(chosen[1], Mapping)
-        if isinstance(space, spaces.Tuple) and isinstance(space[-1], spaces.Dict):  # the actions are such a pair
-            has_extras = False
-        return chosen[0] if has_extras else chosen
+        if isinstance(self._policy, Policies):
+            assert self.choices is not None
+            return self.choices.act(current)[0]
+        spaces_of = env.by_group(env.single_action_space)
+        return actions_and_extras(self._policy(current), [*spaces_of.values()], [])[0]
 
     def row(self, actions: Grouped, env_id: int) -> Grouped:
         """A copy of the actions of one environment; they have been stepped, so their form is right."""
@@ -136,6 +138,8 @@ class _ArraySide:
 
 class _DictSide:
     """A `ParallelEnv` and a policy that takes dicts; attributes and methods are those of `_ArraySide`."""
+
+    choices = None
 
     def __init__(self, env: ParallelEnv, policy: DictPolicy) -> None:
         self.parallel_env, self._policy, self._takes_rngs = env, policy, _takes(policy, "rngs")
@@ -201,7 +205,9 @@ class _Episode:
 
     seed: int
     constructor: int
+    number: int
     first: _Episode | None = None
+    names: dict[AgentID, str] | None = None  # of several policies, those that act for its agents
     retries: int = 0
     result: FinishedEpisode | None = None  # once it has been played to its end
     failed: bool = False
@@ -240,7 +246,10 @@ class _Evaluation:
         self._all_at_once = env.stepper.workers is None  # native simulators are seeded all at once
         self._env_ids = _equal_environments(env)
         self._constructor_of = {env_id: number for number, ids in enumerate(self._env_ids) for env_id in ids}
-        by_constructor = [[_Episode(seed, number) for seed in seeds] for number in range(len(self._env_ids))]
+        by_constructor = [
+            [_Episode(seed, constructor, number) for number, seed in enumerate(seeds)]
+            for constructor in range(len(self._env_ids))
+        ]
         self._episodes = [episode for of_one in by_constructor for episode in of_one]
         self._firsts, self._left = [of_one[0] for of_one in by_constructor], [*map(deque, by_constructor)]
         self._playing: dict[int, _Episode] = {}
@@ -289,6 +298,7 @@ class _Evaluation:
             none = 0 if self._all_at_once else None
             self._side.reset({env_id: none if episode is None else episode.seed for env_id, episode in due.items()})
             for env_id, episode in due.items():
+                self._choose(env_id, episode or self._firsts[self._constructor_of[env_id]])
                 if episode is None:
                     continue
                 if _was_restarted(self._side.infos.get(env_id)):
@@ -297,6 +307,16 @@ class _Evaluation:
                 self._compare(episode, over=False)
                 if (video := self._video_of(episode)) is not None:
                     video.begin(env_id)
+
+    def _choose(self, env_id: int, episode: _Episode) -> None:
+        """Let one of several policies act for each agent of an episode, for the same ones in each try."""
+        choices, original = self._side.choices, episode.first or episode
+        if choices is None:
+            return
+        if original.names is None:
+            original.names = choices.choose(env_id, original.number, original.seed)
+        else:
+            choices.begin(env_id, original.number, original.names)
 
     def _due(self) -> dict[int, _Episode | None]:
         """The environments to be reset, with the episodes that they begin; None for no episode."""
@@ -340,9 +360,11 @@ class _Evaluation:
                 video.finish()
         if is_last and episode.first is None:
             episode.result = finished
+            if self._side.choices is not None and finished is not None:
+                self._side.choices.end([finished])
             self._end(episode)
             if episode is self._firsts[episode.constructor]:
-                repeated = _Episode(episode.seed, episode.constructor, first=episode)
+                repeated = _Episode(episode.seed, episode.constructor, episode.number, first=episode)
                 self._left[episode.constructor].appendleft(repeated)
 
     def _play_again(self, episode: _Episode) -> None:
@@ -428,11 +450,15 @@ class _Evaluation:
                     values[agent][index] = of_agent[index]
             infos[name], informed[name] = (values, known) if extra.per_agent else (values[None], known[None])
         repeats = {first.repeats for first in self._firsts}
+        names = [one.names for one in episodes if one.names is not None]
         return EvaluationResult(
             seeds=tuple(one.seed for one in episodes),
             team_returns=_joined([_sum(of_episode.values()) for of_episode in returns]),
             returns={agent: _joined([of_episode.get(agent) for of_episode in returns]) for agent in agents},
             lengths=np.array([one.length for one in episodes], np.int64),
+            policies={agent: np.array([of_one.get(agent) for of_one in names], object) for agent in agents}
+            if names
+            else None,
             infos=infos,
             informed=informed,
             retries=np.array([one.retries for one in episodes], np.int64),
@@ -490,8 +516,8 @@ def _joined(values: Sequence[Any]) -> NDArray[np.float64]:
 
 @overload
 def evaluate(
-    env: StackedVecEnv | ParallelEnv, policy: Policy | DictPolicy, episodes: int | None = None, seed: int = 0, *,
-    seeds: Sequence[int] | None = None, retries: int = 2, max_steps: int | None = None,
+    env: StackedVecEnv | ParallelEnv, policy: Policy | Policies | DictPolicy, episodes: int | None = None,
+    seed: int = 0, *, seeds: Sequence[int] | None = None, retries: int = 2, max_steps: int | None = None,
     infos: Mapping[str, Extra | tuple[int, ...]] | None = None, action_masks: bool = False,
     progress: Progress | None = None, video: str | os.PathLike[str] | None = None,
     background: Literal[False] = False, snapshot: None = None,
@@ -502,11 +528,11 @@ def evaluate(
     seeds: Sequence[int] | None = None, retries: int = 2, max_steps: int | None = None,
     infos: Mapping[str, Extra | tuple[int, ...]] | None = None, action_masks: bool = False,
     progress: Progress | None = None, video: str | os.PathLike[str] | None = None,
-    background: Literal[True], snapshot: Callable[[], Policy | DictPolicy],
+    background: Literal[True], snapshot: Callable[[], Policy | Policies | DictPolicy],
 ) -> Future[EvaluationResult]: ...  # fmt: skip
 def evaluate(
     env: StackedVecEnv | ParallelEnv,
-    policy: Policy | DictPolicy | None = None,
+    policy: Policy | Policies | DictPolicy | None = None,
     episodes: int | None = None,
     seed: int = 0,
     *,
@@ -518,7 +544,7 @@ def evaluate(
     progress: Progress | None = None,
     video: str | os.PathLike[str] | None = None,
     background: bool = False,
-    snapshot: Callable[[], Policy | DictPolicy] | None = None,
+    snapshot: Callable[[], Policy | Policies | DictPolicy] | None = None,
 ) -> EvaluationResult | Future[EvaluationResult]:
     """Play episodes with given seeds, each to its end, and return their returns and lengths.
 
@@ -533,7 +559,8 @@ def evaluate(
         env: The environments, in any auto-reset mode; nothing else may use them meanwhile. Their running episodes are
             dropped, and they are to be reset afterwards: pass other ones than those of the training.
         policy: For a `StackedVecEnv`, takes a `Current` with rows of all environments, as in `Rollout.collect`; if it
-            returns a pair of actions and a dict of extras, the extras are ignored. For a `ParallelEnv`, takes the
+            returns a pair of actions and a dict of extras, the extras are ignored. Or `Policies`, which choose for
+            each episode, once for all its tries. For a `ParallelEnv`, takes the
             observations of all environments, a tuple of dicts by agent, and returns a list of dicts of actions; if it
             has a parameter `rngs`, it gets a tuple with the generators of each environment's agents by this keyword.
             Environments without an episode left are stepped, too; their results do not count.
@@ -602,7 +629,7 @@ def evaluate(
         policy = snapshot()
         _check_policy(policy, False, None)
     assert policy is not None
-    side = _ArraySide(env, policy, action_masks) if isinstance(env, StackedVecEnv) else _DictSide(env, policy)
+    side = _side(env, policy, action_masks)
     evaluation = _Evaluation(side, seeds, retries, max_steps, extras, progress, film)
     if not background:
         _claim(parallel_env, evaluation)
@@ -612,6 +639,14 @@ def evaluate(
             release(batch, evaluation)
         return evaluation.result()
     return _in_background(parallel_env, evaluation)
+
+
+def _side(env: StackedVecEnv | ParallelEnv, policy: Any, action_masks: bool) -> _ArraySide | _DictSide:
+    if isinstance(env, StackedVecEnv):
+        return _ArraySide(env, policy, action_masks)
+    if isinstance(policy, Policies):
+        raise TypeError('Policies act on arrays: make the environments with make(..., facade="stacked")')
+    return _DictSide(env, policy)
 
 
 def _checked_env(env: Any) -> ParallelEnv:
@@ -650,7 +685,7 @@ def _check_policy(policy: Any, background: bool, snapshot: Any) -> None:
             "background=True needs snapshot=, a function that returns a copy of the policy, in place of the policy: "
             f"training may change it meanwhile; got policy={policy!r}, snapshot={snapshot!r}"
         )
-    if not background and not callable(policy):
+    if not background and not callable(policy) and not isinstance(policy, Policies):
         raise TypeError(f"policy must be a function that returns actions, got {policy!r}")
 
 

@@ -16,7 +16,8 @@ from marl_parallel.core.spaces import tree_map
 _RESAMPLES, _BOOTSTRAP_SEED, _CONFIDENCE = 2000, 0, 0.95
 _TRIMMED = 0.25  # the share of the lowest, and of the highest values, that an interquartile mean leaves out
 _PER_EPISODE = frozenset({
-    "team_returns", "returns", "lengths", "infos", "informed", "retries", "finished", "failed", "constructors"
+    "team_returns", "returns", "lengths", "policies", "infos", "informed", "retries", "finished", "failed",
+    "constructors"
 })  # fmt: skip
 
 
@@ -34,6 +35,8 @@ class EvaluationResult:
         returns: By agent, float64 `(E,)`: the sum of its rewards, over all its lives. NaN if the episode is not
             `finished`, or the agent took no part in it.
         lengths: int64 `(E,)`: steps; of the last try of an episode that is not `finished`.
+        policies: By agent, the names of the `Policies` that acted for it, strings `(E,)`; None for an agent that does
+            not appear. None as a whole if one policy was evaluated.
         infos: By name, the last value of the episode, as declared: `(E, *shape)` with `per_agent=False`, else a dict by
             agent of such arrays. Zeros where there is no value, as in episodes that have `failed`.
         informed: By name, in the form of `infos`, bool `(E,)`: which entries of `infos` have a value.
@@ -64,6 +67,7 @@ class EvaluationResult:
     team_returns: NDArray[np.float64]
     returns: Mapping[AgentID, NDArray[np.float64]]
     lengths: NDArray[np.int64]
+    policies: Mapping[AgentID, NDArray[Any]] | None
     infos: Mapping[str, Any]
     informed: Mapping[str, Any]
     retries: NDArray[np.int64]
@@ -127,8 +131,8 @@ class EvaluationResult:
         """One dict for each episode, for `pandas.DataFrame(result.rows())`.
 
         Keys are `"seed"`, `"constructor"`, `"finished"`, `"failed"`, `"retries"`, `"length"`, `"return"`, and
-        `"return/agent_0"` for each agent. Values of infos have their names as keys, with the agent behind a slash, and
-        are None where there is none. Vectors are lists.
+        `"return/agent_0"` for each agent; with `Policies`, also `"policy/agent_0"`. Values of infos have their names as
+        keys, with the agent behind a slash, and are None where there is none. Vectors are lists.
         """
         rows: list[dict[str, Any]] = []
         for index, seed in enumerate(self.seeds):
@@ -136,6 +140,7 @@ class EvaluationResult:
             row |= {name: getattr(self, name)[index].item() for name in ("finished", "failed", "retries")}
             row |= {"length": int(self.lengths[index]), "return": self.team_returns[index].tolist()}
             row |= {f"return/{agent}": of_agent[index].tolist() for agent, of_agent in self.returns.items()}
+            row |= {f"policy/{agent}": names[index] for agent, names in (self.policies or {}).items()}
             for name, values in self.infos.items():
                 of_agents = isinstance(values, Mapping)
                 for agent, of_agent in values.items() if of_agents else [(None, values)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from marl_parallel.rollouts.ahead import Ahead, Finished, check_alike, unpacked
 from marl_parallel.rollouts.arrays import Current, Extra, Policy, RolloutArrays, at, put
 from marl_parallel.rollouts.claims import claim
 from marl_parallel.rollouts.infos import declared, named_in, shaped
+from marl_parallel.rollouts.policies import Choices, Policies, check_extras
 from marl_parallel.stepper import Options, Seeds
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, StackedVecEnv, StepReturn
@@ -152,6 +154,7 @@ class Rollout:
         self._loaded: list[Finished] = []  # the complete rollout that `load_state` has read, until `ahead` returns it
         self._filled = 0
         self._episodes: list[FinishedEpisode] = []
+        self._choices: Choices | None = None  # of `Policies` that have chosen the latest actions
         self._unfit: list[str] = []  # the error of a value from infos that does not fit
         self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
@@ -277,6 +280,7 @@ class Rollout:
             infos={name: named(extra, extra.dtype, extra.shape) for name, extra in self._infos.items()},
             informed={name: named(extra, np.bool_, ()) for name, extra in self._infos.items()},
             begins=of_agents(steps + 1),
+            policies=of_agents(steps, np.int16),
         )
 
     # -- collecting ------------------------------------------------------------------------------------------------
@@ -302,6 +306,7 @@ class Rollout:
             env.stepper.view.write_to(None)
         self._loaded.clear()
         self._clear()
+        self._choices = None
         self._store_current(whole, observations)
         self._next = 0
         for part in self._parts:
@@ -406,6 +411,7 @@ class Rollout:
         """
         self._check_not_ahead("step")
         self._check_nothing_loaded()
+        self._choices = None
         return self._step(actions, extras)
 
     def _step(self, actions: Grouped, extras: Mapping[str, Any]) -> Current:
@@ -510,7 +516,10 @@ class Rollout:
             arrays.terminated[index], arrays.truncated[index], arrays.done[index] = (
                 env.terminated, env.truncated, env.done
             )  # fmt: skip
-            self._episodes += env.parallel_env.finished_episodes
+            finished = env.parallel_env.finished_episodes
+            self._episodes += finished
+            if self._choices is not None:
+                self._choices.end(finished)
             if env.done.any():
                 ended = np.flatnonzero(env.done)
                 of_ended = part.time, part.env_ids.start + ended
@@ -520,20 +529,39 @@ class Rollout:
         part.time += 1
         self._store_current(part, observations)
 
-    def collect(self, policy: Policy) -> RolloutArrays:
+    def collect(self, policy: Policy | Policies) -> RolloutArrays:
         """Step until the rollout is full; if it is full already, collect a new one. Returns `arrays`.
 
         Args:
             policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
-                extras.
+                extras. Or `Policies`, each for some of the agents.
         """
         self._check_not_ahead("collect")
         self._check_nothing_loaded()
+        policy = self._function(policy)
         if not self._has_reset:
             self.reset()
         self._begin_next()
         self._fill(policy)
         return self._set.arrays
+
+    def _function(self, policy: Policy | Policies) -> Policy:
+        """A policy as a function of a `Current`."""
+        if not isinstance(policy, Policies):
+            self._choices = None
+            return policy
+        check_extras(self._extras)
+        return functools.partial(self._act, policy)
+
+    def _act(self, policies: Policies, current: Current) -> Any:
+        """What several policies choose, each for its agents."""
+        if self._choices is None or self._choices.policies is not policies:
+            self._choices = Choices(policies, self.env, self._extras, of_rollout=True)
+        self._choices.begin_due(current.env_ids)
+        actions, extras, indices = self._choices.act(current)
+        part = self._parts[self._next]
+        put(self._set.arrays.policies, (part.time, part.rows), indices)
+        return (actions, extras) if extras else actions
 
     def _fill(self, policy: Policy) -> None:
         """Step until the rollout is full."""
@@ -544,7 +572,7 @@ class Rollout:
 
     # -- collecting while the caller trains --------------------------------------------------------------------------
 
-    def ahead(self, policy: Policy, *, publish: Callable[[], object], rollouts: int | None = None) -> Ahead:
+    def ahead(self, policy: Policy | Policies, *, publish: Callable[[], object], rollouts: int | None = None) -> Ahead:
         """Collect each rollout while the caller trains on the one before: a loop over rollouts, in a `with` block.
 
         A thread collects. Rollouts 0 and 1 are collected with the first weights. When the loop asks for a rollout and
@@ -563,7 +591,8 @@ class Rollout:
 
         Args:
             policy: As in `collect`. The thread calls it, so it needs a copy of the learner's network; with torch, it
-                needs its own `torch.no_grad()`, which counts for one thread.
+                needs its own `torch.no_grad()`, which counts for one thread. `Policies` can be changed in `publish`
+                only.
             publish: Copies the learner's weights into the policy; called in the caller's thread. A second block begins
                 without it: call it before the block if the learner has trained since.
             rollouts: How many rollouts the loop gets; None for no end.
@@ -597,17 +626,19 @@ class Rollout:
         """
         self._check_not_ahead("ahead")
         for name, function in (("policy", policy), ("publish", publish)):
-            if not callable(function):
+            if not callable(function) and not (name == "policy" and isinstance(function, Policies)):
                 raise TypeError(f"{name} must be a function, got {function!r:.80}")
+        policies = policy if isinstance(policy, Policies) else None
         most = None if rollouts is None else checked_integer(rollouts, "rollouts", 0, " or None")
         return Ahead(
-            policy, publish, most, loaded=self._loaded, hold=self._be_ahead, collect=self._collected_ahead,
+            self._function(policy), publish if policies is None else policies.unlocked(publish), most,
+            loaded=self._loaded, hold=functools.partial(self._be_ahead, policies), collect=self._collected_ahead,
             save=self._saved_ahead, as_torch=self._as_torch, source=self.env.stepper.source,
         )  # fmt: skip
 
     # The thread of `Ahead` calls the following methods, and no signal interrupts them.
 
-    def _be_ahead(self, serve: Callable[[], None]) -> None:
+    def _be_ahead(self, policies: Policies | None, serve: Callable[[], None]) -> None:
         """Call a function that collects ahead, while all other uses of this object and its environments are refused."""
         self._check_not_ahead("ahead")
         self.env.stepper.batch.check_idle("ahead")
@@ -620,7 +651,8 @@ class Rollout:
                 storage = self._allocated(2)
                 self._begin_in(storage.sets[0])
                 self._storage = storage
-            self._hold_guard(serve)
+            with contextlib.nullcontext() if policies is None else policies.locked():
+                self._hold_guard(serve)
         finally:
             self._is_ahead = False
             self.env.stepper.batch.drop_memory()  # if `close` has not waited for this call
@@ -734,6 +766,7 @@ class Rollout:
             part.time = 0
         tree_map(lambda marks: marks.fill(True), (arrays.observed, arrays.acting, arrays.present))
         of_envs = arrays.terminated, arrays.truncated, arrays.done
+        tree_map(lambda indices: indices.fill(-1), arrays.policies)
         for flags in (arrays.terminations, arrays.truncations, *of_envs, arrays.begins):
             tree_map(lambda array: array.fill(False), flags)
         for array in (*arrays.infos.values(), *arrays.informed.values()):

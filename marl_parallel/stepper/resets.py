@@ -49,6 +49,7 @@ class ResetArguments:
 
     Attributes:
         seeds: The seed that each environment got, or declared last.
+        passed_seeds: The seed that each environment got last; None if it got none.
         takes_options: Whether `reset` of an environment takes options.
         no_options: The environments whose `reset` takes none, if others do. Options for all leave them out.
     """
@@ -69,7 +70,7 @@ class ResetArguments:
         self.takes_options, self.no_options = "options" in schema.reset_keywords, no_options
         self.seeds: tuple[int | None, ...] = tuple(seeds)
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
-        self._sampler_seeds: list[int | None] = [*self.seeds]
+        self.passed_seeds: list[int | None] = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
         self._default_seed, self._default_seed_checked = default_seed, False
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
@@ -142,7 +143,7 @@ class ResetArguments:
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
         for env_id, env_seed in sampler_seeds.items():
-            self._sampler_seeds[env_id] = env_seed
+            self.passed_seeds[env_id] = env_seed
             self._samplers.pop(env_id, None)
         if rebuilds.base_seed != base:
             rebuilds.base_seed = base
@@ -160,7 +161,7 @@ class ResetArguments:
         by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, self._source.name)))
         seeds = [by_env[env_id] for env_id in self._env_ids]
         self._base_seed, self.seeds = seeds[0], tuple(seeds)
-        self._sampler_seeds = [*self.seeds]
+        self.passed_seeds = [*self.seeds]
         self._samplers.clear()
         return seeds
 
@@ -269,7 +270,7 @@ class ResetArguments:
         """The state of an environment, with its seeds and the generators of its random actions."""
         if env_id not in self._samplers and self._schema.action_spaces:  # it depends on the environment's number
             self._ensure_sampler(env_id)
-        sampler = self._sampler_seeds[env_id], self._samplers.get(env_id)
+        sampler = self.passed_seeds[env_id], self._samplers.get(env_id)
         return state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
 
     def load(self, loaded: Mapping[int, EnvState]) -> None:
@@ -277,7 +278,7 @@ class ResetArguments:
         seeds, bases = [*self.seeds], {state.base_seed for state in loaded.values()}
         for env_id, state in loaded.items():
             seeds[env_id] = state.seed
-            self._sampler_seeds[env_id], sampler = state.sampler
+            self.passed_seeds[env_id], sampler = state.sampler
             self._samplers.pop(env_id, None)
             if sampler is not None:
                 self._samplers[env_id] = sampler
@@ -311,5 +312,5 @@ class ResetArguments:
     def _ensure_sampler(self, env_id: int) -> None:
         """Make the sampler of an environment's random actions, unless there is one."""
         if env_id not in self._samplers:
-            seed = self._sampler_seeds[env_id]
+            seed = self.passed_seeds[env_id]
             self._samplers[env_id] = ActionSampler(self._schema.action_spaces, (base_seed(seed), env_id))
