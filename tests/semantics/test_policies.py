@@ -1,0 +1,303 @@
+"""`Policies`: rows, choices and data are those of a loop over the simulators; and everything that may go wrong."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from helpers.batches import at, same
+from helpers.memories import memories
+from helpers.reference import Reference, ReferenceEnv
+from helpers.setups import Setup
+from mpe2 import simple_tag_v3
+from pettingzoo.classic import tictactoe_v3
+from simulators.crashing import SEED as CRASHING_SEED
+from simulators.crashing import Fate, crashing
+from simulators.masked_actions import Turnstile
+from simulators.native_arena import Arena
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
+from simulators.teams import Team, names
+from simulators.variable_agents import VariableAgents, VariableDictAgents
+
+from marl_parallel import Extra, ParallelEnv, Policies, Rollout
+from marl_parallel.core.spaces import tree_map
+from marl_parallel.vector import StackedVecEnv
+
+pytestmark = pytest.mark.release_independent
+
+ENVS, STEPS, ROLLOUTS, SEED = 3, 11, 2, 5
+NAMES = ["a", "b", "c"]
+MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+HALVES = pytest.mark.parametrize("halves", [1, 2])
+TEAMS = [
+    functools.partial(Team, names(0, 1), 5, dies="agent_1"),
+    functools.partial(Team, names(2, 1), 7, dies="agent_2", returns=True),
+    functools.partial(Team, names(3), 4),
+]
+
+
+class Case(NamedTuple):
+    """Environments, and how they are seen."""
+
+    makers: list[Callable[..., Any]]
+    with_state: bool = False
+    masks: bool = False
+    groups: dict[str, list[str]] | None = None
+
+
+CASES = {
+    "two groups": Case([functools.partial(simple_tag_v3.parallel_env, max_cycles=7)] * ENVS),
+    "dies": Case([VariableAgents] * ENVS, with_state=True),
+    "joins": Case([VariableDictAgents] * ENVS, groups={"first": ["b", "c"], "second": ["a"]}),
+    "comes back": Case([ReturningAgents] * ENVS),
+    "comes back, PettingZoo": Case([ReturningPettingZooAgents] * ENVS, with_state=True),
+    "turns": Case([tictactoe_v3.env] * ENVS, masks=True),
+    "masks": Case([functools.partial(Turnstile, "observations")] * ENVS, masks=True),
+    "different agents": Case(TEAMS),
+}
+
+
+# -- what policies do follows from their name and one row alone --------------------------------------------------------
+
+
+def leaves(value: Any) -> list[np.ndarray]:
+    if isinstance(value, Mapping):
+        return [leaf for key in sorted(value) for leaf in leaves(value[key])]
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple) else [np.asarray(value)]
+
+
+def digest(seen: Any) -> int:
+    return zlib.crc32(b"".join(leaf.astype(np.float64).tobytes() for leaf in leaves(seen)))
+
+
+def chosen(name: str, seen: Any, space: Any) -> Any:
+    """The action for an observation; legal if the observation has an action mask."""
+    rng = np.random.default_rng((digest(seen), NAMES.index(name)))
+    if isinstance(seen, Mapping) and "action_mask" in seen:
+        legal = np.flatnonzero(seen["action_mask"])
+        return int(rng.choice(legal)) if len(legal) else 0
+
+    def draw(leaf: Any) -> Any:
+        return rng.integers(leaf.n) if hasattr(leaf, "n") else rng.uniform(-1, 1, leaf.shape).astype(leaf.dtype)
+
+    return tree_map(draw, space)
+
+
+def score(name: str, seen: Any) -> float:
+    return float(digest(seen) % 1000 + NAMES.index(name))
+
+
+class Row(NamedTuple):
+    """What a policy gets for one agent."""
+
+    env_id: int
+    agent: str
+    seen: int
+    begins: bool
+    mask: list[bool] | None = None
+    state: list[float] | None = None
+
+
+class Recorder:
+    """Policies that record their rows, by group. "a" returns all extras, "b" one of them, and "c" none.
+
+    Attributes:
+        calls: The name of the policy and its rows, of each call.
+    """
+
+    def __init__(self, env: StackedVecEnv, *, has_extras: bool = True) -> None:
+        self.env, self.has_extras, self.calls = env, has_extras, list[tuple[str, dict[str, list[Row]]]]()
+
+    def policy(self, name: str) -> Callable[[Any], Any]:
+        return functools.partial(self.act, name)
+
+    def act(self, name: str, rows: Any) -> Any:
+        env, is_grouped = self.env, len(self.env.group_map) > 1
+        of_groups = {group: rows.group(group) if is_grouped else rows for group in env.group_map}
+        self.calls.append((name, {group: self.rows(one) for group, one in of_groups.items() if len(one.env_ids)}))
+        actions, scores, pairs = {}, {}, {}
+        for group, space in env.by_group(env.single_action_space).items():
+            one = of_groups[group]
+            if not len(one.agents):  # may be left out
+                continue
+            seen = [at(one.observations, row) for row in range(len(one.agents))]
+            each = [chosen(name, of_row, space) for of_row in seen]
+            actions[group] = tree_map(lambda *values: np.array(values), *each)
+            scores[group] = [score(name, of_row) for of_row in seen]
+            pairs[group] = np.array([[value, -value] for value in scores[group]])
+        if not self.has_extras or name == "c":
+            return env.grouped(actions)
+        extras = {"score": env.grouped(scores)} | ({"pair": env.grouped(pairs)} if name == "a" else {})
+        return env.grouped(actions), extras
+
+    def rows(self, rows: Any) -> list[Row]:
+        n = len(rows.env_ids)
+        assert rows.acting.tolist() == rows.observed.tolist() == [True] * n
+        assert rows.env_ids.dtype == np.int64
+        assert rows.begins.dtype == np.bool_
+        assert [len(one) for one in (rows.agents, rows.begins)] == [n, n]
+        masks, state = rows.action_masks, rows.state
+        return [
+            Row(int(rows.env_ids[row]), rows.agents[row], digest(at(rows.observations, row)), bool(rows.begins[row]),
+                None if masks is None else masks[row].tolist(), None if state is None else state[row].tolist())
+            for row in range(n)
+        ]  # fmt: skip
+
+
+def fixed(episode: Any, rng: Any = None) -> dict[str, str]:
+    """A choice that differs by environment, episode and agent."""
+    return choice(episode.env_id, episode.number, episode.agents)
+
+
+def choice(env_id: int, number: int, agents: Any) -> dict[str, str]:
+    return {agent: NAMES[(env_id + number * (2 + place) + place) % 3] for place, agent in enumerate(agents)}
+
+
+class Loop:
+    """The same policies in a loop over the simulators themselves, one step at a time.
+
+    Attributes:
+        numbers: By environment, the number of its episode.
+        chosen: All choices: environment, number and agents.
+        names: By environment, the policies of its agents.
+    """
+
+    def __init__(self, case: Case, mode: str, agents: list[list[str]], seed: int = SEED) -> None:
+        self.case, self.mode, self.agents = case, mode, agents
+        self.loop = Reference(case.makers, AutoresetMode[mode], seed)
+        self.memories = memories(self.loop, mode)
+        self.seen, _ = self.loop.reset()
+        self.begins = [memory.reset(seen) for memory, seen in zip(self.memories, self.seen)]
+        self.numbers, self.names = [0] * len(agents), [dict[str, str]()] * len(agents)
+        self.chosen: list[tuple[int, int, list[str]]] = []
+        self.starts = {*range(len(agents))}
+
+    def choose(self) -> None:
+        for env_id in sorted(self.starts):
+            self.chosen.append((env_id, self.numbers[env_id], self.agents[env_id]))
+            self.names[env_id] = choice(env_id, self.numbers[env_id], self.agents[env_id])
+        self.starts.clear()
+
+    def acting(self, env_id: int) -> list[str]:
+        one = self.loop.copies[env_id]
+        return [] if one.over else one.acting
+
+    def row(self, env_id: int, agent: str, state: Any) -> Row:
+        seen = self.seen[env_id][agent]
+        mask = seen["action_mask"].astype(bool).tolist() if self.case.masks else None
+        return Row(env_id, agent, digest(seen), agent in self.begins[env_id], mask, state)
+
+    def step(self) -> tuple[Any, ...]:
+        """Returns names and actions of those that act, the rewards, and the ends; and whose turn it was."""
+        self.choose()
+        acted, actions = [], []
+        for env_id, one in enumerate(self.loop.copies):
+            acting, of_env = self.acting(env_id), self.names[env_id]
+            seen = self.seen[env_id]
+            acted.append({agent: of_env[agent] for agent in acting})
+            actions.append({
+                agent: chosen(of_env[agent], seen[agent], one.space("action_space", agent)) for agent in acting
+            })  # fmt: skip
+        before = self.seen
+        self.seen, rewards, terminateds, truncateds, infos = self.loop.step(actions)
+        rows = zip(self.memories, self.seen, terminateds, truncateds, infos)
+        self.begins = [memory.step(*of_env) for memory, *of_env in rows]
+        over = [bool(one["__all__"] or other["__all__"]) for one, other in zip(terminateds, truncateds)]
+        for env_id in np.flatnonzero(over).tolist():
+            self.numbers[env_id] += 1
+            self.starts.add(env_id)
+        return before, acted, actions, rewards, over
+
+
+def open_env(build: Any, setup: Setup, name: str, mode: str, **how: Any) -> StackedVecEnv:
+    case = CASES[name]
+    has_state = case.with_state and setup.shared_memory and setup.backend != "ray"
+    group_map: Any = {} if case.groups is None else {"group_map": case.groups}
+    return StackedVecEnv(build(case.makers, setup, mode, SEED, **how), with_state=has_state, **group_map)
+
+
+def agents_of(env: StackedVecEnv) -> list[list[str]]:
+    return [[*env.parallel_env.possible_agents_of(env_id)] for env_id in range(env.num_envs)]
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.in_turn
+@HALVES
+@MODES
+@pytest.mark.parametrize("name", [*CASES])
+def test_data_are_those_of_a_loop(build, setup, name, mode, halves):
+    env, case = open_env(build, setup, name, mode), CASES[name]
+    rollout = Rollout(
+        env, STEPS, action_masks=case.masks, extras={"score": (), "pair": Extra((2,), np.float64)}, halves=halves
+    )
+    recorder, asked = Recorder(env), []
+    policies = Policies(
+        {name: recorder.policy(name) for name in NAMES},
+        choose=lambda episode, rng: asked.append((episode.env_id, episode.number, [*episode.agents])) or fixed(episode),
+    )
+    first = [*rollout.reset().env_ids]
+    ranges = [first, [env_id for env_id in range(ENVS) if env_id not in first]][:halves]
+    assert sum(map(len, ranges)) == ENVS
+    loop, columns = Loop(case, mode, agents_of(env)), env.by_group(env.group_map)
+    columns = {group: env.group_map[group] for group in env.group_map}
+    for _ in range(ROLLOUTS):
+        recorder.calls.clear()
+        data = rollout.collect(policies)
+        of_group = {group: data.group(group) if len(columns) > 1 else data for group in columns}
+        calls = []
+        for t in range(STEPS):
+            loop.choose()
+            calls += expected_calls(loop, columns, ranges, env.state_space is not None)
+            seen, acted, actions, rewards, over = loop.step()
+            assert data.done[t].tolist() == over
+            for group, agents in columns.items():
+                for env_id, column in np.ndindex(ENVS, len(agents)):
+                    agent, one, where = agents[column], of_group[group], (t, env_id, column)
+                    acts = agent in acted[env_id]
+                    assert one.acting[where] == acts
+                    assert one.policies[where] == (NAMES.index(acted[env_id][agent]) if acts else -1)
+                    action = tree_map(lambda array, where=where: array[where], one.actions)
+                    assert digest(action) == digest(
+                        actions[env_id][agent] if acts else tree_map(np.zeros_like, action)
+                    )
+                    if agent in rewards[env_id]:
+                        assert one.rewards[where] == np.float32(rewards[env_id][agent])
+                    wanted = score(acted[env_id][agent], seen[env_id][agent]) if acts else 0.0
+                    policy = acted[env_id].get(agent)
+                    assert one.extras["score"][where] == (wanted if policy in ("a", "b") else 0.0)
+                    assert one.extras["pair"][where].tolist() == ([wanted, -wanted] if policy == "a" else [0.0, 0.0])
+        assert recorder.calls == calls
+        assert data.policies.dtype == np.int16 if len(columns) == 1 else True
+    loop.choose()
+    rollout.collect(policies)  # chooses for episodes that have begun with the last step
+    assert [*asked][: len(loop.chosen)] == loop.chosen if halves == 1 else {*map(repr, asked)} >= {
+        *map(repr, loop.chosen)
+    }
+    assert len({*map(repr, asked)}) == len(asked)
+
+
+def expected_calls(
+    loop: Loop, columns: Mapping[str, list[str]], ranges: list[list[int]], has_state: bool
+) -> list[tuple[str, dict[str, list[Row]]]]:
+    """The calls of one step: of each half, each policy with rows once, in order."""
+    calls = []
+    for env_ids in ranges:
+        for name in NAMES:
+            rows: dict[str, list[Row]] = {}
+            for group, agents in columns.items():
+                for env_id in env_ids:
+                    state = loop.loop.copies[env_id].env.state().tolist() if has_state else None
+                    acting = loop.acting(env_id)
+                    for agent in agents:
+                        if agent in acting and loop.names[env_id][agent] == name:
+                            rows.setdefault(group, []).append(loop.row(env_id, agent, state))
+            if rows:
+                calls.append((name, rows))
+    return calls
