@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -264,9 +265,7 @@ def test_data_are_those_of_a_loop(build, setup, name, mode, halves):
                     assert one.acting[where] == acts
                     assert one.policies[where] == (NAMES.index(acted[env_id][agent]) if acts else -1)
                     action = tree_map(lambda array, where=where: array[where], one.actions)
-                    assert digest(action) == digest(
-                        actions[env_id][agent] if acts else tree_map(np.zeros_like, action)
-                    )
+                    assert digest(action) == digest(actions[env_id][agent] if acts else tree_map(np.zeros_like, action))
                     if agent in rewards[env_id]:
                         assert one.rewards[where] == np.float32(rewards[env_id][agent])
                     wanted = score(acted[env_id][agent], seen[env_id][agent]) if acts else 0.0
@@ -277,9 +276,9 @@ def test_data_are_those_of_a_loop(build, setup, name, mode, halves):
         assert data.policies.dtype == np.int16 if len(columns) == 1 else True
     loop.choose()
     rollout.collect(policies)  # chooses for episodes that have begun with the last step
-    assert [*asked][: len(loop.chosen)] == loop.chosen if halves == 1 else {*map(repr, asked)} >= {
-        *map(repr, loop.chosen)
-    }
+    assert (
+        [*asked][: len(loop.chosen)] == loop.chosen if halves == 1 else {*map(repr, asked)} >= {*map(repr, loop.chosen)}
+    )
     assert len({*map(repr, asked)}) == len(asked)
 
 
@@ -301,3 +300,296 @@ def expected_calls(
             if rows:
                 calls.append((name, rows))
     return calls
+
+
+def test_native_simulators_and_one_policy_for_all():
+    """Data are those of one policy that does the same; a policy of all agents gets all rows."""
+    with StackedVecEnv(ParallelEnv.from_native(Arena(4))) as env:
+        rollout, recorder = Rollout(env, 9), Recorder(env, has_extras=False)
+        whole = Recorder(env, has_extras=False)
+
+        def one_policy(current: Any) -> Any:
+            actions = {}
+            for group, agents in env.group_map.items():
+                rows = [at(at(current.observations[group], env_id), column) for env_id, column in pairs(agents)]
+                each = [
+                    chosen(fixed_now[env_id][agents[column]], seen, env.single_action_space[group])
+                    for (env_id, column), seen in zip(pairs(agents), rows)
+                ]
+                stacked = tree_map(lambda *values: np.array(values), *each)
+                actions[group] = tree_map(lambda array, k=len(agents): array.reshape(4, k, *array.shape[1:]), stacked)
+            return actions
+
+        def pairs(agents: list[str]) -> list[tuple[int, int]]:
+            return [*np.ndindex(4, len(agents))]
+
+        fixed_now = [choice(env_id, 0, env.parallel_env.possible_agents) for env_id in range(4)]
+        policies = Policies({name: recorder.policy(name) for name in NAMES},
+                            choose=lambda episode, rng: choice(episode.env_id, 0, episode.agents))  # fmt: skip
+        data = tree_map(np.array, tuple(rollout.collect(policies)))
+        rollout.reset()
+        assert same(data[:-1], tuple(rollout.collect(one_policy))[:-1])
+        rollout.reset()
+        rollout.collect(
+            Policies({"a": whole.policy("a")}, choose=lambda episode, _: dict.fromkeys(episode.agents, "a"))
+        )
+        assert [{group: len(rows) for group, rows in one.items()} for _, one in whole.calls] == [
+            {group: 4 * len(agents) for group, agents in env.group_map.items()}
+        ] * 9
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+def zeros(rows: Any) -> Any:
+    """A policy for discrete actions, also of one of several groups."""
+    return tree_map(lambda acting: np.zeros(len(acting), np.int64), rows.acting)
+
+
+class Chooser:
+    """Draws a policy for each agent; records what it is asked, and what it draws."""
+
+    def __init__(self, among: list[str] = NAMES) -> None:
+        self.among, self.asked = among, dict[tuple[int, int], dict[str, str]]()
+
+    def __call__(self, episode: Any, rng: np.random.Generator) -> dict[str, str]:
+        key = episode.env_id, episode.number
+        assert key not in self.asked
+        self.asked[key] = {agent: str(rng.choice(self.among)) for agent in episode.agents}
+        return {**self.asked[key]}
+
+
+def three(choose: Any, seed: int = 0, policy: Any = zeros) -> Policies:
+    return Policies(dict.fromkeys(NAMES, policy), choose=choose, seed=seed)
+
+
+@HALVES
+@MODES
+def test_choices_of_environments_that_are_restarted(mode, halves):
+    """One choice for each episode, also for one that a fault has cut short, and after faults in a reset."""
+    fates = {
+        (0, 0): Fate("raise", "step", 4),
+        (1, 0): Fate("SIGKILL", "step", 9),
+        (2, 0): Fate("raise", "reset", 0),
+        (2, 1): Fate("raise", "reset", 2),
+    }
+    make = crashing(ReturningAgents, fates)
+    with StackedVecEnv(ParallelEnv([make] * 4, mode, seed=CRASHING_SEED, num_workers=2, on_error="restart")) as env:
+        chooser = Chooser()
+        rollout = Rollout(env, 40, halves=halves)
+        data, policies = rollout.collect(three(chooser)), three(chooser)
+        assert env.parallel_env.stats().restarts >= 4
+        for env_id in range(4):
+            starts = [0, *(1 + np.flatnonzero(data.done[:, env_id]))]
+            numbers = sorted(number for of_env, number in chooser.asked if of_env == env_id)
+            assert numbers == [*range(len([start for start in starts if start < 40]))]
+            for number, start in enumerate(starts):
+                end = starts[number + 1] if number + 1 < len(starts) else 40
+                for column, agent in enumerate(env.agents):
+                    acts = data.acting[start:end, env_id, column]
+                    name = chooser.asked.get((env_id, number), {}).get(agent)
+                    assert {*data.policies[start:end, env_id, column][acts]} <= {policies.index(name) if name else -2}
+
+
+def test_choices_do_not_depend_on_workers_or_backends(build, setup):
+    chooser = Chooser()
+    rollout = Rollout(StackedVecEnv(build([ReturningAgents] * 4, setup, seed=SEED)), 35)
+    data = rollout.collect(three(chooser)).policies.copy()
+    assert [chooser.asked, data.tolist()] == choices_in_line()
+    assert len({repr(drawn) for drawn in chooser.asked.values()}) > 10
+
+
+@functools.cache
+def choices_in_line() -> list[Any]:
+    chooser = Chooser()
+    with StackedVecEnv(ParallelEnv([ReturningAgents] * 4, seed=SEED, backend="serial")) as env:
+        data = Rollout(env, 35).collect(three(chooser))
+        return [chooser.asked, data.policies.tolist()]
+
+
+def opened(
+    make: Any = ReturningAgents, count: int = 2, mode: Any = "SAME_STEP", seed: Any = SEED, **how: Any
+) -> StackedVecEnv:
+    return StackedVecEnv(ParallelEnv([make] * count, mode, seed, backend="serial", **how))
+
+
+def drawn(episode: Any, rng: np.random.Generator) -> dict[str, str]:
+    return {agent: str(rng.choice(NAMES)) for agent in episode.agents}
+
+
+def test_generators_of_choices():
+    """Of the environment's latest seed and the number of the episode; another stream than that of simulators."""
+    found: dict[Any, float] = {}
+
+    def note(run: str, seeds: list[int], policies_seed: int) -> None:
+        def choose(episode: Any, rng: np.random.Generator) -> dict[str, str]:
+            found[run, seeds[episode.env_id], episode.number] = rng.random()
+            return dict.fromkeys(episode.agents, "a")
+
+        rollout.collect(three(choose, seed=policies_seed))
+
+    with opened(seed=SEED) as env:
+        rollout = Rollout(env, 25)
+        note("first", [SEED, SEED + 1], 0)
+        rollout.reset(seed=[SEED + 1, SEED])
+        note("swapped", [SEED + 1, SEED], 7)
+    with opened(seed=SEED) as env:
+        rollout = Rollout(env, 25)
+        note("again", [SEED, SEED + 1], 7)
+    first, swapped, again = ({key[1:]: value for key, value in found.items() if key[0] == run}
+                             for run in ("first", "swapped", "again"))  # fmt: skip
+    assert first == again  # `seed` of Policies is not used
+    assert {key[1] for key in first} == {0, 1, 2}
+    assert {key[1] for key in swapped} == {2, 3, 4}  # episodes before the reset count
+    for seed in (SEED, SEED + 1):
+        assert swapped[seed, 2] == first[seed, 2]
+    assert len({*first.values(), *swapped.values()}) == 6 + 4
+    assert not {*first.values()} & {np.random.default_rng(seed).random() for seed in range(20)}
+
+
+def test_generators_of_environments_without_seeds():
+    """They depend on `seed` of Policies, the environment and the number of the episode."""
+    found: dict[Any, dict[Any, float]] = {}
+    for run, policies_seed, seed in (("first", 3, "own"), ("again", 3, "own"), ("other", 4, "own")):
+        found[run] = {}
+
+        def choose(episode: Any, rng: np.random.Generator, run: str = run) -> dict[str, str]:
+            found[run][episode.env_id, episode.number] = rng.random()
+            return dict.fromkeys(episode.agents, "a")
+
+        with opened(functools.partial(ReturningAgents, 5), seed=seed) as env:
+            Rollout(env, 25).collect(three(choose, seed=policies_seed))
+    assert found["first"] == found["again"]
+    assert len({*found["first"].values(), *found["other"].values()}) == 2 * 6
+
+
+@MODES
+@HALVES
+def test_choices_after_resets_and_in_the_middle_of_an_episode(mode, halves):
+    """`rollout.reset` and policies that take over ask anew; episodes that others have begun have no entry."""
+    with opened(mode=mode) as env:
+        rollout, asked = Rollout(env, 4, halves=halves), []
+
+        def choose(episode: Any, _: Any) -> dict[str, str]:
+            asked.append(tuple(episode))
+            return dict.fromkeys(episode.agents, NAMES[len(asked) % 3])
+
+        policies, agents = three(choose), tuple(env.agents)
+        rollout.collect(policies)
+        assert asked == [(0, 0, agents), (1, 0, agents)]
+        rollout.collect(policies)  # the same episode
+        assert len(asked) == 2
+        rollout.reset()
+        assert len(asked) == 2
+        data = rollout.collect(policies)
+        assert asked[2:] == [(0, 0, agents), (1, 0, agents)]
+        assert {*data.policies[data.acting[:-1]]} == {0, 1}  # the names of these calls
+        assert (rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64)).policies == -1).all()
+        data = rollout.collect(policies)  # in the middle, until the end of the tenth step
+        assert asked[4:6] == [(0, 0, agents), (1, 0, agents)]
+        assert [one.length for one in rollout.finished_episodes] == [10, 10]
+        assert policies.table() == []
+        while len(policies.table()) == 0:
+            rollout.collect(policies)
+        assert sum(pairing.episodes for pairing in policies.table()) == 2
+        for _ in range(rollout.num_steps * halves):  # by hand
+            rollout.step(np.zeros((len(rollout.current.env_ids), 3), np.int64))
+        assert (rollout.arrays.policies == -1).all()
+        before = len(asked)
+        rollout.collect(policies)
+        assert len(asked) == before + 2
+
+
+def test_others_take_over_at_the_beginning_of_an_episode():
+    """Then their episodes count: after a reset, and with NEXT_STEP after the last step of an episode."""
+    for mode, steps in (("SAME_STEP", 10), ("NEXT_STEP", 10)):
+        with opened(mode=mode) as env:
+            rollout = Rollout(env, steps)
+            rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+            policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+            assert len(rollout.finished_episodes) == 2
+            rollout.collect(policies)
+            assert (rollout.collect(policies).policies[-1] >= -1).all()
+            assert sum(pairing.episodes for pairing in policies.table()) == (4 if mode == "SAME_STEP" else 2)
+
+
+# -- added, replaced, removed ------------------------------------------------------------------------------------------
+
+
+class Constant:
+    """A policy that always does the same."""
+
+    def __init__(self, action: int) -> None:
+        self.action = action
+
+    def __call__(self, rows: Any) -> Any:
+        return np.full(len(rows.acting), self.action)
+
+
+def test_a_dict_of_policies():
+    a, b, c = Constant(0), Constant(1), Constant(2)
+    policies = Policies({"a": a, "b": b}, choose=fixed)
+    assert dict(policies) == {"a": a, "b": b}
+    assert (len(policies), [*policies], policies["b"], "c" in policies) == (2, ["a", "b"], b, False)
+    policies["c"] = c
+    policies["a"] = c
+    assert policies.pop("a") is c
+    assert [policies.index(name) for name in NAMES] == [0, 1, 2]
+    assert (policies.names, [*policies]) == (NAMES, ["b", "c"])
+    policies["a"] = b
+    assert [policies.index(name) for name in NAMES] == [0, 1, 2]
+    for use in (lambda: policies.index("d"), lambda: policies["d"], lambda: policies.pop("d")):
+        with pytest.raises(KeyError, match="d"):
+            use()
+    assert repr(policies) == "Policies(['b', 'c', 'a'])"
+    assert policies != Policies(dict(policies), choose=fixed)
+    assert policies in {policies}
+    policies.clear()
+    assert [*policies] == []
+
+
+def test_policies_that_are_added_replaced_and_removed():
+    """An episode has ten steps; a rollout has four."""
+    with opened(count=1) as env:
+        rollout, name = Rollout(env, 4), "old"
+        policies = Policies({"learner": Constant(0), "old": Constant(1)},
+                            choose=lambda episode, _: dict.fromkeys(episode.agents, name))  # fmt: skip
+
+        def acted() -> list[tuple[list[int], list[int]]]:
+            """By step, who has acted, and the actions."""
+            data = rollout.collect(policies)
+            return [
+                (sorted({*data.policies[t][acts].tolist()}), sorted({*data.actions[t][acts].tolist()}))
+                for t, acts in enumerate(data.acting[:-1])
+            ]
+
+        assert acted() == [([1], [1])] * 4
+        policies["old"] = Constant(2)  # at once
+        assert acted() == [([1], [2])] * 4
+        gone = weakref.ref(policies.pop("old"))
+        policies["new"] = Constant(1)
+        assert gone() is not None
+        assert policies.function("old") is gone()
+        with pytest.raises(ValueError, match=r"environment 0: choose named the policy 'old' for agent 'x', but the "
+                           r"policies are \['learner', 'new'\]"):  # fmt: skip
+            acted()
+        assert rollout.filled == 2
+        assert (rollout.arrays.policies[:2][rollout.arrays.acting[:2]] == 1).all()
+        name = "new"
+        assert acted()[2:] == [([2], [1])] * 2
+        assert gone() is None
+        with pytest.raises(KeyError):
+            policies.function("old")
+        assert policies.index("old") == 1
+        policies["old"], name = Constant(0), "old"
+        acted()
+        assert acted() == [([2], [1])] * 4
+        assert acted() == [([1], [0])] * 4
+        policies.pop("new")  # nobody uses it
+        with pytest.raises(KeyError):
+            policies.function("new")
+        policies.pop("old")
+        policies["old"] = Constant(2)  # back before its episode ends
+        assert acted() == [([1], [2])] * 4
+        name = "learner"
+        assert [actors for actors, _ in acted()] == [[1], [1], [0], [0]]
