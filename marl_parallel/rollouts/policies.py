@@ -158,7 +158,8 @@ class Policies(MutableMapping[str, RowPolicy]):
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
         self._is_locked = False
         self._sums: dict[tuple[str, tuple[str, ...]], tuple[int, Any]] = {}  # number and sum of returns by pairing
-        self._counting = threading.Lock()  # an evaluation in the background counts, too
+        # An evaluation in the background counts, too. Reentrant, for the finalizers of `Choices`.
+        self._lock = threading.RLock()
         self._uses: weakref.WeakSet[Choices] = weakref.WeakSet()
         self._latest: weakref.ref[Choices] | None = None  # of a rollout
         self._loaded: dict[int, _Saved] = {}  # running episodes by environment
@@ -184,7 +185,7 @@ class Policies(MutableMapping[str, RowPolicy]):
     def __delitem__(self, name: str) -> None:
         self._check_unlocked()
         self._removed[name] = self._functions.pop(name)
-        self._drop_unused()
+        self.drop_unused()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
@@ -215,11 +216,13 @@ class Policies(MutableMapping[str, RowPolicy]):
         """The function of a policy; also of one that has been removed, while running episodes use it."""
         return self._functions[name] if name in self._functions else self._removed[name]
 
-    def _drop_unused(self) -> None:
+    def drop_unused(self) -> None:
+        """Let go of removed policies that no running episode uses."""
         if self._removed:
-            used = {name for choices in [*self._uses] for name in choices.used()}
-            for name in self._removed.keys() - used:
-                del self._removed[name]
+            with self._lock:
+                used = {name for choices in [*self._uses] for name in choices.used()}
+                for name in self._removed.keys() - used:
+                    del self._removed[name]
 
     # -- while a thread collects -------------------------------------------------------------------------------------
 
@@ -276,7 +279,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         for agent, of_agent in finished.returns.items():
             if agent in names:
                 returns.setdefault(names[agent], []).append(of_agent)
-        with self._counting:
+        with self._lock:
             for name, of_policy in returns.items():
                 key = name, tuple(sorted({*names.values()} - {name}))
                 episodes, total = self._sums.get(key, (0, 0.0))
@@ -289,13 +292,13 @@ class Policies(MutableMapping[str, RowPolicy]):
         Episodes count in rollouts and in `evaluate`, if these policies have acted from their beginning.
         """
         order = {name: place for place, name in enumerate(self._names)}
-        with self._counting:
+        with self._lock:
             sums = sorted(self._sums.items(), key=lambda item: (order[item[0][0]], item[0][1]))
         return [Pairing(*key, episodes, _number(total / episodes)) for key, (episodes, total) in sums]
 
     def mean_return(self, policy: str, *others: str) -> Any:
         """The mean return of a policy in its episodes with certain others, as in `table`; NaN if there are none."""
-        with self._counting:
+        with self._lock:
             episodes, total = self._sums.get((policy, tuple(sorted({*others}))), (0, np.nan))
         return _number(total / max(episodes, 1))
 
@@ -308,7 +311,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         """
         latest = None if self._latest is None else self._latest()
         running = {**self._loaded, **({} if latest is None else latest.saved())}
-        with self._counting:
+        with self._lock:
             return pickle.dumps((_FORMAT, self._names, [*self._functions], self._sums, running))
 
     def load_state(self, state: bytes) -> None:
@@ -339,13 +342,11 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     def use(self, choices: Choices, *, of_rollout: bool) -> None:
         """Note who needs policies that are removed, and whose running episodes are saved."""
-        self._uses.add(choices)
-        if of_rollout:
-            self._latest = weakref.ref(choices)
-
-    def episode_has_begun(self) -> None:
-        """Let go of removed policies that were used until now."""
-        self._drop_unused()
+        with self._lock:
+            self._uses.add(choices)
+            if of_rollout:
+                self._latest = weakref.ref(choices)
+        weakref.finalize(choices, self.drop_unused).atexit = False
 
 
 class _Saved(NamedTuple):
@@ -435,7 +436,7 @@ class Choices:
         for agent, name in names.items():
             group, column = self._columns[agent]
             self._indices[group][env_id, column] = self.policies.index(name)
-        self.policies.episode_has_begun()
+        self.policies.drop_unused()
 
     def end(self, finished: Sequence[FinishedEpisode]) -> None:
         """Count episodes that have ended."""

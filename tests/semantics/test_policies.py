@@ -326,16 +326,22 @@ def test_native_simulators_and_one_policy_for_all():
         fixed_now = [choice(env_id, 0, env.parallel_env.possible_agents) for env_id in range(4)]
         policies = Policies({name: recorder.policy(name) for name in NAMES},
                             choose=lambda episode, rng: choice(episode.env_id, 0, episode.agents))  # fmt: skip
-        data = tree_map(np.array, tuple(rollout.collect(policies)))
+        data = tree_map(np.array, rollout.collect(policies)._asdict())
         rollout.reset()
-        assert same(data[:-1], tuple(rollout.collect(one_policy))[:-1])
+        other = rollout.collect(one_policy)
+        for field in ("observations", "rewards", "acting", "done"):
+            assert same(data[field], getattr(other, field))
+        for group, acting in other.acting.items():
+            acted = acting[:-1]
+            assert same(*(at(one[group], acted) for one in (data["actions"], other.actions)))
+            assert not any(leaf[~acted].any() for leaf in leaves(data["actions"][group]))
         rollout.reset()
         rollout.collect(
             Policies({"a": whole.policy("a")}, choose=lambda episode, _: dict.fromkeys(episode.agents, "a"))
         )
         assert [{group: len(rows) for group, rows in one.items()} for _, one in whole.calls] == [
             {group: 4 * len(agents) for group, agents in env.group_map.items()}
-        ] * 9
+        ] * 7  # an episode has three steps; nobody acts in the resets
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -593,3 +599,21 @@ def test_policies_that_are_added_replaced_and_removed():
         assert acted() == [([1], [2])] * 4
         name = "learner"
         assert [actors for actors, _ in acted()] == [[1], [1], [0], [0]]
+
+
+def test_removed_policies_go_with_the_rollouts_that_use_them():
+    for leave in (
+        lambda rollout: rollout.reset(),
+        lambda rollout: rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64)),
+        lambda rollout: rollout.step(np.zeros((2, 3), np.int64)),
+        lambda rollout: rollout.collect(three(fixed)),
+    ):
+        with opened() as env:
+            rollout = Rollout(env, 4)
+            policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+            policies["a"] = Constant(0)
+            rollout.collect(policies)
+            gone = weakref.ref(policies.pop("a"))
+            assert gone() is not None
+            leave(rollout)
+            assert gone() is None
