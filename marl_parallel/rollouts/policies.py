@@ -174,7 +174,7 @@ class Policies(MutableMapping[str, RowPolicy]):
     def __setitem__(self, name: str, policy: RowPolicy) -> None:
         self._check_unlocked()
         if not isinstance(name, str):
-            raise TypeError(f"the name of a policy must be a string, got {name!r}")
+            raise TypeError(f"the name of a policy must be a string, got {name!r:.80}")
         if not callable(policy):
             raise TypeError(f"policy {name!r} must be a function of rows, got {policy!r:.80}")
         if name not in self._names:
@@ -264,12 +264,12 @@ class Policies(MutableMapping[str, RowPolicy]):
                 f"{where}: choose must name a policy for each of the agents {[*episode.agents]}, got {dict(names)}"
             )
         for agent, name in names.items():
-            if name not in self._functions:
+            if not isinstance(name, str) or name not in self._functions:
                 raise ValueError(
                     f"{where}: choose named the policy {name!r} for agent {agent!r}, but the policies are "
                     f"{[*self._functions]}"
                 )
-        return {agent: names[agent] for agent in episode.agents}
+        return {agent: str(names[agent]) for agent in episode.agents}  # also of NumPy's strings
 
     # -- the table ---------------------------------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from simulators.native_arena import Arena
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.teams import Team, names
 from simulators.variable_agents import VariableAgents, VariableDictAgents
+from simulators.vector_rewards import Couriers
 
-from marl_parallel import Extra, ParallelEnv, Policies, Rollout
+from marl_parallel import Extra, ParallelEnv, Policies, Rollout, evaluate, pfsp_weights
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 
@@ -617,3 +618,285 @@ def test_removed_policies_go_with_the_rollouts_that_use_them():
             assert gone() is not None
             leave(rollout)
             assert gone() is None
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(episodes: list[tuple[dict[str, str], Any]]) -> dict[tuple[str, tuple[str, ...]], tuple[int, Any]]:
+    """By pairing, the number of episodes and the mean return, from the choices and the finished episodes."""
+    found: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+    for chosen_names, finished in episodes:
+        for name in {*chosen_names.values()}:
+            own = [total for agent, total in finished.returns.items() if chosen_names[agent] == name]
+            others = tuple(sorted({one for one in chosen_names.values() if one != name}))
+            if own:
+                found.setdefault((name, others), []).append(sum(own) / len(own))
+    return {key: (len(means), sum(means) / len(means)) for key, means in found.items()}
+
+
+def assert_table(policies: Policies, expected: Any) -> None:
+    table = policies.table()
+    assert {(one.policy, one.others): one.episodes for one in table} == {key: n for key, (n, _) in expected.items()}
+    assert len({(one.policy, one.others) for one in table}) == len(table)
+    for one in table:
+        mean = expected[one.policy, one.others][1]
+        assert one.mean_return == pytest.approx(mean)
+        assert policies.mean_return(one.policy, *reversed(one.others)) == pytest.approx(mean)
+        assert np.shape(one.mean_return) == np.shape(mean)
+
+
+@MODES
+@pytest.mark.parametrize("name", ["two groups", "dies", "comes back", "different agents", "turns"])
+def test_table_equals_sums_by_hand(name, mode):
+    case = CASES[name]
+    env = StackedVecEnv(ParallelEnv(case.makers, mode, SEED, backend="serial"))
+    with env:
+        rollout, asked = Rollout(env, 45, action_masks=case.masks), dict[Any, Any]()
+
+        def choose(episode: Any, rng: np.random.Generator) -> dict[str, str]:
+            if rng.random() < 0.3:  # mirrored
+                names_now = dict.fromkeys(episode.agents, "a")
+            else:
+                names_now = {agent: str(rng.choice(NAMES)) for agent in episode.agents}
+            asked[episode.env_id, episode.number] = names_now
+            return names_now
+
+        recorder = Recorder(env, has_extras=False)
+        policies = Policies({one: recorder.policy(one) for one in NAMES}, choose=choose)
+        episodes, numbers = [], [0] * ENVS
+        for _ in range(2):
+            rollout.collect(policies)
+            for finished in rollout.finished_episodes:
+                episodes.append((asked[finished.env_id, numbers[finished.env_id]], finished))
+                numbers[finished.env_id] += 1
+        expected = by_hand(episodes)
+        assert_table(policies, expected)
+        assert ("a", ()) in expected
+        assert [one.policy for one in policies.table()] == sorted(one.policy for one in policies.table())
+        assert all(type(one.mean_return) is float for one in policies.table())
+        assert np.isnan(policies.mean_return("a", "nobody"))
+        assert np.isnan(policies.mean_return("nobody"))
+
+
+def test_table_of_vector_rewards():
+    makers = [Couriers] * ENVS
+    with StackedVecEnv(ParallelEnv(makers, seed=SEED, backend="serial"), scalarize=(0.5, 2.0)) as env:
+        rollout, recorder = Rollout(env, 8), Recorder(env, has_extras=False)
+        policies = Policies({one: recorder.policy(one) for one in NAMES}, choose=fixed)
+        rollout.collect(policies)
+        numbers, episodes = [0] * ENVS, []
+        for finished in rollout.finished_episodes:
+            agents = env.parallel_env.possible_agents
+            episodes.append((choice(finished.env_id, numbers[finished.env_id], agents), finished))
+            numbers[finished.env_id] += 1
+        assert len(episodes) == 2 * ENVS
+        assert_table(policies, by_hand(episodes))
+        assert all(one.mean_return.shape == (2,) for one in policies.table())
+
+
+# -- wrong choices, wrong actions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policies", "arguments", "error", "text"),
+    [
+        ([], {"choose": fixed}, TypeError, r"policies must be a dict of functions by name, got 0 values"),
+        ({}, {"choose": fixed}, ValueError, r"at least one policy, got \{\}"),
+        ({1: zeros}, {"choose": fixed}, TypeError, "the name of a policy must be a string, got 1"),
+        ({"a": 7}, {"choose": fixed}, TypeError, "policy 'a' must be a function of rows, got 7"),
+        ({"a": zeros}, {"choose": {"x": "a"}}, TypeError, r"choose must be a function of .*, got \{'x'"),
+        ({"a": zeros}, {"choose": fixed, "seed": -1}, ValueError, "seed must not be negative, got -1"),
+        ({"a": zeros}, {"choose": fixed, "seed": 0.5}, TypeError, "seed must be .*0.5"),
+    ],
+)
+def test_bad_arguments(policies, arguments, error, text):
+    with pytest.raises(error, match=text):
+        Policies(policies, **arguments)
+
+
+def is_unstepped(rollout: Rollout) -> bool:
+    return rollout.filled == 0 and (rollout.env.parallel_env.stepper.transitions.statistics.totals[:, -1] <= 0).all()
+
+
+@HALVES
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (None, TypeError, r"environment 1: choose must return a dict of names by agent, got one value of type NoneType"),
+        (["a", "a", "a"], TypeError, r"environment 1: choose must return a dict of names by agent, got 3 values"),
+        ({"x": "a", "y": "a"}, ValueError,
+         r"environment 1: .* for each of the agents \['x', 'y', 'z'\], got \{'x': 'a', 'y': 'a'\}"),
+        ({"x": "a", "y": "a", "z": "a", "w": "a"}, ValueError, r"environment 1: .*'w': 'a'"),
+        ({"x": "a", "y": "d", "z": "a"}, ValueError,
+         r"environment 1: choose named the policy 'd' for agent 'y', but the policies are \['a', 'b', 'c'\]"),
+        ({"x": "a", "y": ["a"], "z": "a"}, ValueError, r"environment 1: choose named the policy \['a'\] for agent 'y'"),
+        ({"x": "a", "y": None, "z": "a"}, ValueError, r"environment 1: choose named the policy None for agent 'y'"),
+        (KeyError("choose"), KeyError, "choose"),
+    ],
+)  # fmt: skip
+def test_wrong_choices(answer, error, text, halves):
+    """Nothing is stepped for them, and the next rollout works."""
+    with opened() as env:
+        rollout, is_wrong, asked = Rollout(env, 4, halves=halves), True, []
+
+        def choose(episode: Any, _: Any) -> Any:
+            asked.append(episode.env_id)
+            if is_wrong and episode.env_id == 1:
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+            return dict.fromkeys(episode.agents, "b")
+
+        policies, calls = three(choose), []
+        for name in NAMES:
+            policies[name] = lambda rows: calls.append(rows) or zeros(rows)
+        for _ in range(2):
+            with pytest.raises(error, match=text):
+                rollout.collect(policies)
+        assert asked == [0, 1, 1]
+        assert rollout.filled == 0
+        assert len(calls) == halves - 1
+        is_wrong = False
+        data = rollout.collect(policies)
+        assert asked == [0, 1, 1, 1]
+        assert (data.policies[data.acting[:-1]] == 1).all()
+        with pytest.raises(error, match=text):
+            is_wrong = True
+            evaluate(opened(), policies, 3)
+
+
+def test_names_of_choices_may_be_strings_of_numpy():
+    """As `rng.choice` returns them; the table has plain ones."""
+    with opened() as env:
+        policies = three(lambda episode, rng: {agent: rng.choice(NAMES) for agent in episode.agents})
+        Rollout(env, 25).collect(policies)
+        assert {type(name) for one in policies.table() for name in (one.policy, *one.others)} == {str}
+        assert "np." not in repr(policies.table())
+        result = evaluate(opened(), policies, 3)
+        assert {type(name) for of_agent in result.policies.values() for name in of_agent} == {str}
+
+
+def fails(error: Exception) -> Any:
+    raise error
+
+
+ONE_GROUP: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda rows: np.zeros(len(rows.acting) + 1, np.int64), ValueError,
+     r"policy 'b': the actions must be numbers of shape \(1,\), got shape \(2,\)"),
+    (lambda rows: np.zeros((len(rows.acting), 1), np.int64), ValueError, r"policy 'b': the actions .* shape \(1, 1\)"),
+    (lambda rows: 0, ValueError, r"policy 'b': the actions must be numbers of shape \(1,\), got shape \(\)"),
+    (lambda rows: None, ValueError, r"policy 'b': the actions must be numbers of shape \(1,\), got None"),
+    (lambda rows: ["up"], ValueError, r"policy 'b': the actions must be numbers of shape \(1,\), got \['up'\]"),
+    (lambda rows: np.full(1, 0.5), ValueError, r"policy 'b': the actions is 0.5, which its dtype int64 cannot hold"),
+    (lambda rows: np.full(1, np.nan), ValueError, r"policy 'b': the actions is nan, which its dtype int64 cannot hold"),
+    (lambda rows: {"all": zeros(rows)}, ValueError, r"policy 'b': the actions must be numbers"),
+    (lambda rows: (zeros(rows), {"scores": [0.0]}), TypeError,
+     r"policy 'b' returned the extras \['scores'\], which are not declared: .* declared are \['score', 'count'\]"),
+    (lambda rows: (zeros(rows), {"score": [0.0, 0.0]}), ValueError,
+     r"policy 'b': the extra 'score' must be numbers of shape \(1,\), got shape \(2,\)"),
+    (lambda rows: (zeros(rows), {"score": ["high"]}), ValueError, r"policy 'b': the extra 'score' must be numbers"),
+    (lambda rows: (zeros(rows), {"count": [0.5]}), ValueError, r"policy 'b': the extra 'count' is 0.5, which its dtype"),
+    (lambda rows: fails(ArithmeticError("b")), ArithmeticError, "b"),
+]  # fmt: skip
+
+
+@HALVES
+@pytest.mark.parametrize(("wrong", "error", "text"), ONE_GROUP)
+def test_wrong_actions_and_extras(wrong, error, text, halves):
+    with opened(count=2) as env:
+        rollout = Rollout(env, 4, extras={"score": (), "count": Extra((), np.int16)}, halves=halves)
+        policies = three(lambda episode, _: dict(zip(episode.agents, "aba" if episode.env_id else "aaa")))
+        policies["b"] = wrong
+        for _ in range(2):
+            with pytest.raises(error, match=text):
+                rollout.collect(policies)
+        assert halves == 2 or is_unstepped(rollout)
+        policies["b"] = zeros
+        data = rollout.collect(policies)
+        assert {*data.policies[:, 1, 1][data.acting[:-1, 1, 1]]} == {1}
+        if "extra" not in text:
+            policies["b"] = wrong
+            with pytest.raises(error, match=text):
+                evaluate(opened(), policies, 3)
+
+
+TWO_GROUPS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda rows: zeros(rows)["first"], r"policy 'b': the actions must be a dict by group, with the keys \['first', "
+     r"'second'\]; got .*array"),
+    (lambda rows: {"first": zeros(rows)["first"]}, r"policy 'b': the actions must be a dict by group, with the keys "
+     r"\['first', 'second'\]; got the keys \['first'\]"),
+    (lambda rows: {**zeros(rows), "third": 0}, r"got the keys \['first', 'second', 'third'\]"),
+    (lambda rows: {**zeros(rows), "second": [0]}, r"policy 'b': the actions of group 'second' must be numbers of shape "
+     r"\(2,\), got shape \(1,\)"),
+    (lambda rows: (zeros(rows), {"score": [0.0, 0.0]}), r"policy 'b': the extra 'score' must be a dict by group"),
+    (lambda rows: (zeros(rows), {"score": {"first": [0.0] * 4, "second": [0.0]}}),
+     r"policy 'b': the extra 'score' of group 'second' must be numbers of shape \(2,\), got shape \(1,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "text"), TWO_GROUPS)
+def test_wrong_actions_of_groups(wrong, text):
+    with opened() as parallel:
+        env = StackedVecEnv(ParallelEnv([ReturningAgents] * 2, backend="serial"),
+                            group_map={"first": ["x", "z"], "second": ["y"]})  # fmt: skip
+        assert parallel.num_envs == 2
+        with env:
+            rollout = Rollout(env, 4, extras={"score": ()})
+            policies = Policies({"a": zeros, "b": wrong}, choose=lambda episode, _: dict.fromkeys(episode.agents, "b"))
+            with pytest.raises(ValueError, match=text):
+                rollout.collect(policies)
+            assert is_unstepped(rollout)
+            policies["b"] = zeros
+            rollout.collect(policies)
+
+
+def test_actions_in_trees_that_do_not_fit():
+    for wrong, text in (
+        (lambda rows: {"jump": [0] * 3}, r"policy 'a': the actions: expected a dict with the keys \['move', 'jump'\]"),
+        (lambda rows: {"jump": [0] * 3, "move": [0] * 3},
+         r"policy 'a': the actions.* must be numbers of shape \(3, 2\), got shape \(3,\)"),
+    ):  # fmt: skip
+        with opened(VariableAgents, count=1) as env:
+            rollout = Rollout(env, 4)
+            policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"), policy=wrong)
+            with pytest.raises(ValueError, match=text):
+                rollout.collect(policies)
+            assert is_unstepped(rollout)
+
+
+def test_extras_that_cannot_belong_to_agents():
+    with opened() as env:
+        rollout = Rollout(env, 4, extras={"score": (), "total": Extra(per_agent=False)})
+        for use in (lambda: rollout.collect(three(fixed)), lambda: rollout.ahead(three(fixed), publish=lambda: None)):
+            with pytest.raises(ValueError, match=r"the extras \['total'\] belong to environments, .* per_agent=True"):
+                use()
+        assert rollout.filled == 0
+        without = Rollout(env, 4)
+        with pytest.raises(TypeError, match=r"policy 'a' returned the extras \['score'\], which are not declared"):
+            without.collect(three(fixed, policy=lambda rows: (zeros(rows), {"score": zeros(rows)})))
+        without.collect(three(fixed, policy=lambda rows: (zeros(rows), {})))
+
+
+# -- weights of opponents ----------------------------------------------------------------------------------------------
+
+
+def test_pfsp_weights():
+    rates = [0.0, 0.25, 0.5, 1.0]
+    hard, variance = [1, 0.5625, 0.25, 0], [0, 0.1875, 0.25, 0]
+    assert pfsp_weights(rates) == pytest.approx(np.array(hard) / sum(hard))
+    assert pfsp_weights(np.array(rates, np.float32), "variance") == pytest.approx(np.array(variance) / sum(variance))
+    assert pfsp_weights(rates, power=1) == pytest.approx(np.array([1, 0.75, 0.5, 0]) / 2.25)
+    assert pfsp_weights(rates, "hard", power=0).tolist() == [0.25] * 4
+    assert pfsp_weights([1.0, 1.0]).tolist() == [0.5, 0.5]
+    assert pfsp_weights([0.0, 1.0], "variance").tolist() == [0.5, 0.5]
+    assert pfsp_weights([0.999, 0.999], power=500).sum() == pytest.approx(1)
+    assert pfsp_weights([0.3]).dtype == np.float64
+    for wrong in ([], [1.5], [-0.1], [np.nan], [[0.5]], 0.5):
+        with pytest.raises(ValueError, match="win_rates must be a list of numbers from 0 to 1"):
+            pfsp_weights(wrong)
+    with pytest.raises(ValueError, match='weighting must be "hard" or "variance", got \'soft\''):
+        pfsp_weights([0.5], "soft")  # type: ignore[arg-type]
+    for power in (-1, np.nan, np.inf):
+        with pytest.raises(ValueError, match="power must be a number from 0"):
+            pfsp_weights([0.5], power=power)
