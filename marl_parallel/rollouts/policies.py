@@ -81,7 +81,7 @@ class Pairing(NamedTuple):
         others: The other policies of these episodes, in the order of their names; empty if all agents had this policy.
         episodes: How many episodes have ended.
         mean_return: The mean over these episodes of the mean return of the policy's agents; an array for vector
-            rewards.
+            rewards, NaN if their lengths differ.
     """
 
     policy: str
@@ -282,9 +282,9 @@ class Policies(MutableMapping[str, RowPolicy]):
         with self._lock:
             for name, of_policy in returns.items():
                 key = name, tuple(sorted({*names.values()} - {name}))
-                episodes, total = self._sums.get(key, (0, 0.0))
-                alike = len({np.shape(value) for value in of_policy}) == 1
-                self._sums[key] = episodes + 1, total + (np.mean(of_policy, axis=0) if alike else np.nan)
+                mean = np.mean(of_policy, axis=0) if _are_alike(of_policy) else np.nan
+                episodes, total = self._sums.get(key, (0, np.zeros_like(mean)))
+                self._sums[key] = episodes + 1, total + mean if _are_alike([total, mean]) else np.nan
 
     def table(self) -> list[Pairing]:
         """All pairings of policies in episodes that have ended, for `print` or `pandas.DataFrame(policies.table())`.
@@ -597,6 +597,10 @@ def _objects(values: Sequence[Any]) -> NDArray[Any]:
     for place, value in enumerate(values):  # all at once, tuples would be taken for rows
         array[place] = value
     return array
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    return len({np.shape(value) for value in values}) == 1
 
 
 def _number(value: Any) -> Any:

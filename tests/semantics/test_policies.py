@@ -695,6 +695,25 @@ def test_table_of_vector_rewards():
         assert all(one.mean_return.shape == (2,) for one in policies.table())
 
 
+def test_returns_of_different_lengths_have_no_mean():
+    """An agent has one, two or three objectives; "c" is each of them once. The mean of "b" is that of one agent."""
+    make = functools.partial(Couriers, one_by_one=True)
+    with ParallelEnv([make], seed=SEED, backend="serial") as parallel:
+        env = StackedVecEnv(parallel, scalarize=np.sum)
+        rollout = Rollout(env, 12)
+        policies = three(lambda episode, _: {
+            agent: "c" if place == episode.number else "b" if place == 0 else "a"
+            for place, agent in enumerate(episode.agents)
+        })  # fmt: skip
+        rollout.collect(policies)
+        assert len(rollout.finished_episodes) == 3
+        table = {(one.policy, one.others): one for one in policies.table()}
+        assert table["c", ("a", "b")].episodes == 2
+        assert np.isnan(table["c", ("a", "b")].mean_return).all()
+        assert table["b", ("a", "c")].mean_return.shape == (1,)
+        assert np.isfinite(table["b", ("a", "c")].mean_return).all()
+
+
 # -- wrong choices, wrong actions --------------------------------------------------------------------------------------
 
 
