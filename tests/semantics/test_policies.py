@@ -6,6 +6,7 @@ import functools
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +26,9 @@ from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgen
 from simulators.teams import Team, names
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 from simulators.vector_rewards import Couriers
+from simulators.walks import Walk
 
-from marl_parallel import Extra, ParallelEnv, Policies, Rollout, evaluate, pfsp_weights
+from marl_parallel import Extra, ParallelEnv, Policies, RestartPolicy, Rollout, evaluate, pfsp_weights
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 
@@ -895,6 +897,189 @@ def test_extras_that_cannot_belong_to_agents():
         with pytest.raises(TypeError, match=r"policy 'a' returned the extras \['score'\], which are not declared"):
             without.collect(three(fixed, policy=lambda rows: (zeros(rows), {"score": zeros(rows)})))
         without.collect(three(fixed, policy=lambda rows: (zeros(rows), {})))
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+ALL_MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+EPISODES, FIRST_SEED = 5, 11
+PLAYED: dict[str, Callable[..., Any]] = {
+    "walk": Walk, "dies": VariableAgents, "comes back": ReturningAgents, "turns": tictactoe_v3.env
+}  # fmt: skip
+
+
+def played(make: Any, number: int) -> tuple[dict[str, str], dict[str, float], int]:
+    """The choice, the returns and the length of an episode, by a plain loop."""
+    one = ReferenceEnv(make, 0, 0, AutoresetMode.DISABLED)
+    observations, _ = one.reset(FIRST_SEED + number)
+    own = getattr(one.env, "possible_agents", None) or one.env.aec_env.possible_agents
+    chosen_names, returns, length = choice(0, number, own), dict[str, float](), 0
+    while not one.over:
+        observations, rewards, *flags, _ = one.step({
+            agent: chosen(chosen_names[agent], observations[agent], one.space("action_space", agent))
+            for agent in one.acting
+        })  # fmt: skip
+        length += 1
+        for agent, reward in rewards.items():
+            returns[agent] = returns.get(agent, 0.0) + reward
+        for of_agents in flags:
+            for agent, flag in of_agents.items():
+                if flag and agent != "__all__":
+                    returns.setdefault(agent, 0.0)
+    return chosen_names, returns, length
+
+
+@functools.cache
+def all_played(name: str) -> list[tuple[dict[str, str], dict[str, float], int]]:
+    return [played(PLAYED[name], number) for number in range(EPISODES)]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("name", [*PLAYED])
+def test_episodes_are_those_of_a_plain_loop(build, setup, name, mode):
+    expected, asked = all_played(name), []
+    for num_envs in (2, 4):
+        env = StackedVecEnv(build([PLAYED[name]] * num_envs, setup, mode))
+        recorder = Recorder(env, has_extras=False)
+
+        def choose(episode: Any, _: Any, num_envs: int = num_envs) -> dict[str, str]:
+            asked.append((num_envs, episode.number))
+            return choice(0, episode.number, episode.agents)
+
+        policies = Policies({one: recorder.policy(one) for one in NAMES}, choose=choose)
+        result = evaluate(env, policies, EPISODES, FIRST_SEED, action_masks=name == "turns")
+        assert result.repeats is True
+        assert result.lengths.tolist() == [length for *_, length in expected]
+        agents = {agent for _, returns, _ in expected for agent in returns}
+        assert result.returns.keys() == result.policies.keys() == agents
+        for index, row in enumerate(result.rows()):
+            chosen_names, returns, _ = expected[index]
+            for agent in agents:
+                assert row[f"policy/{agent}"] == result.policies[agent][index] == chosen_names[agent]
+                assert row[f"return/{agent}"] == pytest.approx(returns.get(agent, np.nan), nan_ok=True)
+        finished = [(chosen_names, SimpleNamespace(returns=returns)) for chosen_names, returns, _ in expected]
+        assert_table(policies, by_hand(finished))
+    assert sorted(asked) == [(num_envs, number) for num_envs in (2, 4) for number in range(EPISODES)]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_choices_and_draws_do_not_depend_on_the_number_of_environments(mode):
+    """Rows have generators of their own; more environments than episodes change nothing."""
+    outcomes = []
+    for num_envs in (1, 2, 4, 7):
+        asked = []
+
+        def choose(episode: Any, rng: np.random.Generator, asked: list[int] = asked) -> dict[str, str]:
+            asked.append(episode.number)
+            return {agent: str(rng.choice(NAMES)) for agent in episode.agents}
+
+        def draw(rows: Any) -> Any:
+            assert rows.rngs.shape == rows.env_ids.shape
+            return np.array([rng.integers(5) for rng in rows.rngs])
+
+        with opened(Walk, num_envs, mode) as env:
+            result = evaluate(env, three(choose, policy=draw), EPISODES, FIRST_SEED)
+        assert sorted(asked) == [*range(EPISODES)]
+        outcomes.append((result.team_returns.tolist(), {name: of.tolist() for name, of in result.policies.items()}))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    assert len({*outcomes[0][1]["a"]}) > 1
+    with opened(Walk, 2, mode) as env:  # the stream of a rollout with this seed and number
+        assert choices_of(env) == [outcomes[0][1][agent][0] for agent in ("a", "b")]
+
+
+def choices_of(env: StackedVecEnv) -> list[str]:
+    """What `drawn` chooses for the first episode of an environment with the seed `FIRST_SEED`."""
+    if env.stepper.mode is AutoresetMode.DISABLED:
+        env = opened(Walk, 2)
+    rollout, chooser = Rollout(env, 1), Chooser()
+    rollout.reset(seed=FIRST_SEED)
+    rollout.collect(three(chooser))
+    return [*chooser.asked[0, 0].values()]
+
+
+def test_episodes_that_are_played_again_keep_their_policies():
+    """After a restart in the middle, in a reset, and until they have failed."""
+    for fails, until, retries in (
+        ({FIRST_SEED + 1: 2}, 1, 1),
+        ({FIRST_SEED + 1: 0}, 1, 1),
+        ({FIRST_SEED + 1: 2}, None, 2),
+    ):
+        simulator = functools.partial(Walk, fails=fails, until=until)
+        chooser = Chooser()
+
+        def choose(episode: Any, rng: np.random.Generator, chooser: Chooser = chooser) -> dict[str, str]:
+            assert not any(number == episode.number for _, number in chooser.asked)
+            return chooser(episode, rng)
+
+        with opened(simulator, 2, False, on_error="restart", restart_policy=RestartPolicy(rate_limit=None)) as env:
+            result = evaluate(env, three(choose), EPISODES, FIRST_SEED)
+        assert result.retries.tolist() == [0, retries, 0, 0, 0]
+        assert result.failed.tolist() == [retries == 2 and number == 1 for number in range(EPISODES)]
+        by_number = {number: names_of for (_, number), names_of in chooser.asked.items()}
+        assert {agent: [*of] for agent, of in result.policies.items()} == {
+            agent: [by_number[number][agent] for number in range(EPISODES)] for agent in ("a", "b")
+        }
+
+
+def test_episodes_that_are_not_finished_have_no_entry():
+    with opened(ReturningAgents, 2, False) as env:
+        policies = three(fixed)
+        result = evaluate(env, policies, 3, max_steps=4)
+        assert result.unfinished.all()
+        assert policies.table() == []
+        assert result.policies == {}
+
+
+def test_evaluation_of_one_policy_has_no_names():
+    with opened(Walk, 2, False) as env:
+        result = evaluate(env, lambda current: np.zeros(current.acting.shape, np.int64), 2)
+        assert result.policies is None
+        assert not any(key.startswith("policy/") for key in result.rows()[0])
+
+
+def test_a_parallel_env_cannot_have_policies():
+    with ParallelEnv([Walk] * 2, False, backend="serial") as parallel:
+        for arguments in ({"policy": three(fixed)}, {"background": True, "snapshot": lambda: three(fixed)}):
+            with pytest.raises(TypeError, match=r'Policies act on arrays: .* facade="stacked"'):
+                evaluate(parallel, episodes=2, **arguments)
+
+
+def test_constructors_that_differ_and_agents_that_differ():
+    with StackedVecEnv(ParallelEnv(TEAMS, False, SEED, backend="serial")) as env:
+        asked = []
+
+        def choose(episode: Any, _: Any) -> dict[str, str]:
+            asked.append((episode.env_id, episode.number, [*episode.agents]))
+            return fixed(episode)
+
+        policies = three(choose)
+        result = evaluate(env, policies, 2, FIRST_SEED)
+        agents = agents_of(env)
+        assert [{*of_env} for of_env in agents] == [{*names(0, 1)}, {*names(2, 1)}, {*names(3)}]
+        assert sorted(asked) == [(env_id, number, agents[env_id]) for env_id in range(3) for number in range(2)]
+        for agent, of_agent in result.policies.items():
+            assert of_agent.tolist() == [
+                choice(env_id, number, agents[env_id]).get(agent) for env_id in range(3) for number in range(2)
+            ]
+
+
+def test_evaluation_in_the_background():
+    """It counts in the table, too, while a rollout collects with the same policies and changes them."""
+    with opened(Walk, 2) as env, opened(Walk, 2, False) as other:
+        policies = three(lambda episode, rng: dict.fromkeys(episode.agents, "a"))
+        expected = evaluate(other, policies, 40, FIRST_SEED)
+        assert sum(one.episodes for one in policies.table()) == 40
+        future = evaluate(other, episodes=40, seed=FIRST_SEED, background=True, snapshot=lambda: policies)
+        rollout, ended = Rollout(env, 20), 0
+        for number in range(20):
+            rollout.collect(policies)
+            ended += len(rollout.finished_episodes)
+            policies[f"v{number}"] = zeros
+            if number:
+                del policies[f"v{number - 1}"]
+        assert future.result(60).team_returns.tolist() == expected.team_returns.tolist()
+        assert sum(one.episodes for one in policies.table()) == 80 + ended
 
 
 # -- weights of opponents ----------------------------------------------------------------------------------------------
