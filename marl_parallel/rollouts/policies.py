@@ -156,7 +156,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         self._names: list[str] = []  # by index, also of policies that have been removed
         self._functions: dict[str, RowPolicy] = {}
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
-        self._is_locked = False
+        self._locks = 0  # how many threads collect ahead
         self._sums: dict[tuple[str, tuple[str, ...]], tuple[int, Any]] = {}  # number and sum of returns by pairing
         # An evaluation in the background counts, too. Reentrant, for the finalizers of `Choices`.
         self._lock = threading.RLock()
@@ -227,25 +227,27 @@ class Policies(MutableMapping[str, RowPolicy]):
     # -- while a thread collects -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def locked(self, is_locked: bool = True) -> Iterator[None]:
-        """Refuse changes: while the thread of `ahead` collects, they would count sooner or later by its speed."""
-        before, self._is_locked = self._is_locked, is_locked
+    def locked(self, locks: int = 1) -> Iterator[None]:
+        """Refuse changes: while a thread of `ahead` collects, they would count sooner or later by its speed."""
+        with self._lock:
+            self._locks += locks
         try:
             yield
         finally:
-            self._is_locked = before
+            with self._lock:
+                self._locks -= locks
 
     def unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
-        """A function that may change policies while they are `locked`."""
+        """A function that may change policies while they are `locked` once."""
 
         def call() -> None:
-            with self.locked(False):
+            with self.locked(-1):
                 publish()
 
         return call
 
     def _check_unlocked(self) -> None:
-        if self._is_locked:
+        if self._locks > 0:
             raise RuntimeError("policies were changed while ahead() collects with them: change them in publish")
 
     # -- choices -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
@@ -1080,6 +1082,174 @@ def test_evaluation_in_the_background():
                 del policies[f"v{number - 1}"]
         assert future.result(60).team_returns.tolist() == expected.team_returns.tolist()
         assert sum(one.episodes for one in policies.table()) == 80 + ended
+
+
+# -- ahead -------------------------------------------------------------------------------------------------------------
+
+
+class Digest:
+    """Actions that follow from each row and the weights."""
+
+    def __init__(self, weights: int) -> None:
+        self.weights = weights
+
+    def __call__(self, rows: Any) -> Any:
+        return np.array([(digest(seen) + self.weights) % 3 for seen in rows.observations], np.int64)
+
+
+class League:
+    """Policies that change by schedule, with choices that depend on the table, and on the policies and their order.
+
+    Args:
+        rollout: Collects with them.
+        changes: How often `change` has been called.
+    """
+
+    def __init__(self, rollout: Rollout, policies: Mapping[str, int], changes: int = 0) -> None:
+        self.rollout, self.changes = rollout, changes
+        self.policies = Policies({name: Digest(weights) for name, weights in policies.items()}, choose=self.choose)
+        self.asked: list[Any] = []
+
+    def choose(self, episode: Any, rng: np.random.Generator) -> dict[str, str]:
+        counted = sum(round(pairing.mean_return * 8) for pairing in self.policies.table())
+        among = [*self.policies]
+        self.asked.append((tuple(episode), among, counted))
+        return {
+            agent: among[(counted + int(rng.integers(100)) + place) % len(among)]
+            for place, agent in enumerate(episode.agents)
+        }
+
+    def change(self) -> None:
+        self.changes += 1
+        self.policies["learner"] = Digest(self.changes)
+        self.policies[f"v{self.changes}"] = Digest(10 * self.changes)
+        self.policies.pop(f"v{self.changes - 3}", None)
+
+    def collected(self, number: int) -> list[Any]:
+        """Rollouts collected one after another, with a change before each but the first two of a run."""
+        found = []
+        for _ in range(number):
+            found.append(self.copied(self.rollout.collect(self.policies)))
+            self.change()
+        return found
+
+    def copied(self, data: Any) -> list[Any]:
+        policies = [self.policies.names[index] if index >= 0 else "" for index in data.policies.ravel()]
+        fields = (data.observations, data.actions, data.rewards, data.acting, data.policies)
+        return [*(np.array(field).tolist() for field in fields), policies]
+
+
+def league(*, halves: int = 1, seed: int = SEED, policies: Mapping[str, int] | None = None, changes: int = 0) -> League:
+    env = opened(ReturningAgents, 3, seed=seed)
+    start = {"learner": 0, "v0": 5, "v-1": 6} if policies is None else policies
+    return League(Rollout(env, 4, halves=halves), start, changes)
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_data_of_ahead_are_those_of_collect(halves):
+    wanted, by_ahead = league(halves=halves), league(halves=halves)
+    expected = []
+    for number in range(8):
+        if number >= 2:
+            wanted.change()
+        expected.append(wanted.copied(wanted.rollout.collect(wanted.policies)))
+    found = []
+    with by_ahead.rollout.ahead(by_ahead.policies, publish=by_ahead.change, rollouts=8) as rollouts:
+        for data in rollouts:
+            found.append(by_ahead.copied(data))
+    assert found == expected
+    assert by_ahead.asked == wanted.asked
+    assert len({name for one in expected for name in one[-1]}) > 4
+
+
+def test_policies_are_changed_in_publish_only():
+    """Others would count sooner or later, by the speed of the thread."""
+    one = league()
+    policies = one.policies
+    before, state = dict(policies), policies.save_state()
+    changes: list[Callable[[], Any]] = [
+        lambda: policies.__setitem__("new", Digest(0)),
+        lambda: policies.__setitem__("learner", Digest(0)),
+        lambda: policies.__delitem__("v0"),
+        lambda: policies.pop("v0"),
+        lambda: policies.popitem(),
+        lambda: policies.update(new=Digest(0)),
+        lambda: policies.setdefault("other", Digest(0)),
+        lambda: policies.clear(),
+        lambda: policies.load_state(state),
+    ]
+    with one.rollout.ahead(policies, publish=lambda: policies.update(new=Digest(0)), rollouts=3) as rollouts:
+        for number, _ in enumerate(rollouts):
+            for change in changes:
+                with pytest.raises(
+                    RuntimeError, match=r"policies were changed while ahead\(\) .*: change them in publish"
+                ):
+                    change()
+            assert ("new" in policies) == bool(number)
+            assert {name: policies[name] for name in before} == before
+            policies.table()
+            policies.save_state()
+    for change in changes:
+        policies.update(before)
+        change()
+
+
+@pytest.mark.parametrize("fails_in", ["policy", "choose", "publish", "body"])
+def test_blocks_of_ahead_that_end_early_leave_policies_unlocked(fails_in):
+    with opened() as env:
+        rollout, is_wrong = Rollout(env, 4), False
+
+        def work(what: str) -> None:
+            if is_wrong and what == fails_in:
+                raise ArithmeticError(what)
+
+        def choose(episode: Any, _: Any) -> dict[str, str]:
+            work("choose")
+            return dict.fromkeys(episode.agents, "a")
+
+        policies = three(choose, policy=lambda rows: work("policy") or zeros(rows))
+        with (
+            pytest.raises(ArithmeticError, match=fails_in),
+            rollout.ahead(policies, publish=lambda: work("publish")) as rollouts,
+        ):
+            for _ in rollouts:
+                is_wrong = True
+                work("body")
+        policies["new"] = zeros
+        is_wrong = False
+        assert (rollout.collect(policies).policies >= -1).all()
+        with rollout.ahead(policies, publish=lambda: None) as rollouts:
+            next(rollouts)
+            with pytest.raises(RuntimeError):
+                del policies["new"]
+        del policies["new"]
+
+
+def test_changes_by_choose_or_a_policy_in_the_thread():
+    with opened() as env:
+        policies = three(lambda episode, _: policies.pop("c"))
+        with (
+            pytest.raises(RuntimeError, match="change them in publish"),
+            Rollout(env, 4).ahead(policies, publish=lambda: None) as rollouts,
+        ):
+            next(rollouts)
+        assert [*policies] == NAMES
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_blocks_of_ahead_with_one_policies(order):
+    """Policies are locked until both have ended; then they are not."""
+    with opened() as first, opened() as second:
+        policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+        blocks = [Rollout(env, 4).ahead(policies, publish=lambda: None) for env in (first, second)]
+        for block in blocks:
+            block.__enter__()
+            next(block)
+        for place in order:
+            with pytest.raises(RuntimeError, match="change them in publish"):
+                policies["new"] = zeros
+            blocks[place].__exit__(None, None, None)
+        policies["new"] = zeros
 
 
 # -- weights of opponents ----------------------------------------------------------------------------------------------
