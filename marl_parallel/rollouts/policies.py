@@ -221,6 +221,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         if self._removed:
             with self._lock:
                 used = {name for choices in [*self._uses] for name in choices.used()}
+                used |= {name for saved in self._loaded.values() for name in saved.names.values()}
                 for name in self._removed.keys() - used:
                     del self._removed[name]
 
@@ -317,7 +318,10 @@ class Policies(MutableMapping[str, RowPolicy]):
             return pickle.dumps((_FORMAT, self._names, [*self._functions], self._sums, running))
 
     def load_state(self, state: bytes) -> None:
-        """Go on with what `save_state` has returned; policies that are not in it come after those that are.
+        """Go on with what `save_state` has returned.
+
+        All policies of the state must be here, also those that had been removed and act until running episodes end:
+        they are removed again. The order is that of the state; policies that are not in it come last.
 
         Raises:
             ValueError: `state` is something else; or it has policies that are missing here. Nothing has changed.
@@ -330,12 +334,18 @@ class Policies(MutableMapping[str, RowPolicy]):
         if kind != _FORMAT:
             raise ValueError(f"state must be what Policies.save_state returned, got {kind!r:.80}")
         needed = {*present, *(name for saved in running.values() for name in saved.names.values())}
-        if missing := [name for name in names if name in needed and name not in self._functions]:
+        known = {**self._removed, **self._functions}
+        if missing := [name for name in names if name in needed and name not in known]:
             raise ValueError(f"the state has the policies {missing}, which are missing here: add them before")
-        self._names = [*names, *(name for name in self._functions if name not in names)]
-        self._sums, self._loaded = sums, running
-        for choices in [*self._uses]:
-            choices.forget()
+        added = [name for name in self._functions if name not in names]
+        with self._lock:
+            self._functions = {name: known[name] for name in (*present, *added)}
+            self._removed = {name: function for name, function in known.items() if name not in self._functions}
+            self._names = [*names, *(name for name in known if name not in names)]
+            self._sums, self._loaded = sums, running
+            for choices in [*self._uses]:
+                choices.forget()
+        self.drop_unused()
 
     def take_loaded(self, env_id: int, number: int, steps: int) -> _Saved | None:
         """The choice that `load_state` has read for the running episode of an environment, once."""

@@ -1252,6 +1252,118 @@ def test_two_blocks_of_ahead_with_one_policies(order):
         policies["new"] = zeros
 
 
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+SAVED_IN = pytest.mark.parametrize("saved_in", [0, 2, 4])  # the rollout that a run is saved after, or in the body of
+
+
+def loaded(states: Any, state: bytes, changes: int, halves: int) -> League:
+    """A run in new objects, with new functions in another order, that loads what was saved."""
+    names_now = [*range(-1, changes + 1)]
+    functions = {f"v{number}": 10 * number if number > 0 else 5 - number for number in reversed(names_now)}
+    one = league(halves=halves, seed=77, policies={**functions, "learner": changes}, changes=changes)
+    one.rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+    one.rollout.load_state(states)
+    one.policies.load_state(state)
+    return one
+
+
+@SAVED_IN
+@HALVES
+def test_a_run_goes_on_from_saved_states(saved_in, halves):
+    """Also with policies that have been removed while an episode uses them, and choices that depend on the table."""
+    whole, saved = league(halves=halves), league(halves=halves)
+    expected = whole.collected(8)
+    saved.collected(saved_in + 1)
+    states, state = saved.rollout.save_state(), saved.policies.save_state()
+    asked = len(saved.asked)
+    one = loaded(states, state, saved.changes, halves)
+    assert one.policies.table() == saved.policies.table()
+    assert one.policies.save_state() == state  # before it goes on
+    assert one.collected(7 - saved_in) == expected[saved_in + 1 :]
+    assert one.asked == whole.asked[asked:]
+    assert one.policies.table() == whole.policies.table()
+    assert one.policies.names == whole.policies.names
+
+
+@SAVED_IN
+@HALVES
+def test_a_run_of_ahead_goes_on_from_saved_states(saved_in, halves):
+    whole, saved = league(halves=halves), league(halves=halves)
+    expected = []
+    with whole.rollout.ahead(whole.policies, publish=whole.change, rollouts=8) as rollouts:
+        for data in rollouts:
+            expected.append(whole.copied(data))
+    with saved.rollout.ahead(saved.policies, publish=saved.change) as rollouts:
+        for number, _ in enumerate(rollouts):
+            if number == saved_in:
+                states, state, changes = rollouts.save_state(), saved.policies.save_state(), saved.changes
+                break
+    one, found = loaded(states, state, changes, halves), []
+    with one.rollout.ahead(one.policies, publish=one.change, rollouts=7 - saved_in) as rollouts:
+        for data in rollouts:
+            found.append(one.copied(data))
+    assert found == expected[saved_in + 1 :]
+    assert one.asked == whole.asked[len(whole.asked) - len(one.asked) :]
+    assert one.policies.table() == whole.policies.table()
+
+
+def test_policies_that_are_removed_after_loading_act_until_their_episodes_end():
+    with opened(count=1) as env:
+        policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"), policy=Constant(1))
+        rollout = Rollout(env, 4)
+        rollout.collect(policies)
+        states, state = rollout.save_state(), policies.save_state()
+        rollout.load_state(states)
+        policies.load_state(state)
+        del policies["a"]
+        data = rollout.collect(policies)
+        assert (data.policies[data.acting[:-1]] == 0).all()
+        assert (data.actions[data.acting[:-1]] == 1).all()
+
+
+def test_states_of_other_environments_or_episodes_are_not_taken():
+    """Then `choose` is asked, and the episode does not count."""
+    with opened(count=2) as env:
+        rollout, asked = Rollout(env, 4), []
+
+        def choose(episode: Any, _: Any) -> dict[str, str]:
+            asked.append(episode.env_id)
+            return dict.fromkeys(episode.agents, "a")
+
+        policies = three(choose)
+        rollout.collect(policies)
+        state = policies.save_state()
+        rollout.collect(policies)
+        assert asked == [0, 1]
+        policies.load_state(state)  # of four steps before
+        rollout.collect(policies)
+        assert asked == [0, 1, 0, 1, 0, 1]
+        assert policies.table() == []
+
+
+def test_bad_states_change_nothing():
+    with opened() as env:
+        rollout, policies = Rollout(env, 4), three(fixed)
+        rollout.collect(policies)
+        state, states = policies.save_state(), rollout.save_state()
+        few = Policies({"b": zeros}, choose=fixed)
+        for target, wrong, text in (
+            (policies, b"?", "must be what Policies.save_state returned; reading it raised"),
+            (policies, None, "must be what Policies.save_state returned; reading it raised"),
+            (policies, states[0], "must be what Policies.save_state returned"),
+            (policies, pickle.dumps((1, 2, 3, 4, 5)), "must be what Policies.save_state returned, got 1"),
+            (few, state, r"the state has the policies \['a', 'c'\], which are missing here: add them before"),
+        ):
+            before = target.save_state()
+            with pytest.raises(ValueError, match=text):
+                target.load_state(wrong)  # type: ignore[arg-type]
+            assert target.save_state() == before
+        more = Policies(dict.fromkeys(["d", "c", "b", "a"], zeros), choose=fixed)
+        more.load_state(state)
+        assert more.names == [*more] == ["a", "b", "c", "d"]
+
+
 # -- weights of opponents ----------------------------------------------------------------------------------------------
 
 
