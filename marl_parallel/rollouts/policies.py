@@ -161,7 +161,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         # An evaluation in the background counts, too. Reentrant, for the finalizers of `Choices`.
         self._lock = threading.RLock()
         self._uses: weakref.WeakSet[Choices] = weakref.WeakSet()
-        self._latest: weakref.ref[Choices] | None = None  # of a rollout
+        self._latest: weakref.ref[Choices] | None = None  # of the rollout that has collected last
         self._loaded: dict[int, _Saved] = {}  # running episodes by environment
         for name, policy in policies.items():
             self[name] = policy
@@ -311,6 +311,8 @@ class Policies(MutableMapping[str, RowPolicy]):
         """Save the table, the indices, and the choices for running episodes, without the functions.
 
         Call it after `Rollout.save_state`, or `Ahead.save_state`; also after `Rollout.load_state`, call `load_state`.
+        The choices are those of the rollout that has collected last. If several rollouts are saved, give each of them
+        `Policies` of its own.
         """
         latest = None if self._latest is None else self._latest()
         running = {**self._loaded, **({} if latest is None else latest.saved())}
@@ -352,13 +354,15 @@ class Policies(MutableMapping[str, RowPolicy]):
         saved = self._loaded.pop(env_id, None)
         return saved if saved is not None and (saved.number, saved.steps) == (number, steps) else None
 
-    def use(self, choices: Choices, *, of_rollout: bool) -> None:
-        """Note who needs policies that are removed, and whose running episodes are saved."""
+    def use(self, choices: Choices) -> None:
+        """Note who needs policies that are removed."""
         with self._lock:
             self._uses.add(choices)
-            if of_rollout:
-                self._latest = weakref.ref(choices)
         weakref.finalize(choices, self.drop_unused).atexit = False
+
+    def set_latest(self, choices: Choices) -> None:
+        """Set the choices of a rollout that `save_state` saves."""
+        self._latest = weakref.ref(choices)
 
 
 class _Saved(NamedTuple):
@@ -377,15 +381,12 @@ class Choices:
         policies: The policies.
         env: All environments.
         extras: What is declared by name, each for agents; None to ignore extras.
-        of_rollout: Whether `Policies.save_state` saves these choices.
 
     Raises:
         ValueError: An extra belongs to environments.
     """
 
-    def __init__(
-        self, policies: Policies, env: StackedVecEnv, extras: Mapping[str, Extra] | None, *, of_rollout: bool = False
-    ) -> None:
+    def __init__(self, policies: Policies, env: StackedVecEnv, extras: Mapping[str, Extra] | None) -> None:
         check_extras(extras)
         self.policies, self._env, self._extras = policies, env, extras
         self._statistics = env.stepper.transitions.statistics
@@ -395,7 +396,7 @@ class Choices:
             agent: (group, column) for group, agents in env.group_map.items() for column, agent in enumerate(agents)
         }
         self.forget()
-        policies.use(self, of_rollout=of_rollout)
+        policies.use(self)
 
     def forget(self) -> None:
         """Forget all choices."""
@@ -423,7 +424,8 @@ class Choices:
     # -- episodes ----------------------------------------------------------------------------------------------------
 
     def begin_due(self, env_ids: range) -> None:
-        """Choose for the episodes that have begun since the last call."""
+        """Choose for the episodes of a rollout that have begun since the last call."""
+        self.policies.set_latest(self)
         seeds = self._env.stepper.batch.resets.passed_seeds
         for env_id, ended in zip(env_ids, self._statistics.ended[env_ids.start : env_ids.stop]):
             if self._numbers[env_id] != ended:

@@ -556,7 +556,7 @@ class Rollout:
     def _act(self, policies: Policies, current: Current) -> Any:
         """What several policies choose, each for its agents."""
         if self._choices is None or self._choices.policies is not policies:
-            self._choices = Choices(policies, self.env, self._extras, of_rollout=True)
+            self._choices = Choices(policies, self.env, self._extras)
         self._choices.begin_due(current.env_ids)
         actions, extras, indices = self._choices.act(current)
         part = self._parts[self._next]

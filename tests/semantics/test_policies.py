@@ -1322,6 +1322,28 @@ def test_policies_that_are_removed_after_loading_act_until_their_episodes_end():
         assert (data.actions[data.acting[:-1]] == 1).all()
 
 
+def test_choices_are_those_of_the_rollout_that_has_collected_last():
+    """Of two rollouts with one `Policies`, both saved."""
+    with opened(count=1) as first, opened(count=1) as second:
+        number = 0
+
+        def choose(episode: Any, _: Any) -> dict[str, str]:
+            nonlocal number
+            number += 1
+            return dict.fromkeys(episode.agents, NAMES[number % 3])
+
+        policies, rollouts = three(choose), [Rollout(env, 4) for env in (first, second)]
+        for rollout in rollouts:
+            rollout.collect(policies)
+        rollouts[0].collect(policies)
+        states, state = rollouts[0].save_state(), policies.save_state()
+        rollouts[0].load_state(states)
+        policies.load_state(state)
+        assert number == 2
+        data = rollouts[0].collect(policies)
+        assert {*data.policies[0][data.acting[0]]} == {1}
+
+
 def test_states_of_other_environments_or_episodes_are_not_taken():
     """Then `choose` is asked, and the episode does not count."""
     with opened(count=2) as env:
