@@ -156,10 +156,10 @@ class Policies(MutableMapping[str, RowPolicy]):
         self._names: list[str] = []  # by index, also of policies that have been removed
         self._functions: dict[str, RowPolicy] = {}
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
-        self._locks = 0  # how many threads collect ahead
+        self.locks = 0  # how many threads collect ahead
         self._sums: dict[tuple[str, tuple[str, ...]], tuple[int, Any]] = {}  # number and sum of returns by pairing
-        # An evaluation in the background counts, too. Reentrant, for the finalizers of `Choices`.
-        self._lock = threading.RLock()
+        # An evaluation in the background chooses and counts, too. Reentrant, for the finalizers of `Choices`.
+        self.lock = threading.RLock()
         self._uses: weakref.WeakSet[Choices] = weakref.WeakSet()
         self._latest: weakref.ref[Choices] | None = None  # of the rollout that has collected last
         self._loaded: dict[int, _Saved] = {}  # running episodes by environment
@@ -179,13 +179,15 @@ class Policies(MutableMapping[str, RowPolicy]):
             raise TypeError(f"policy {name!r} must be a function of rows, got {policy!r:.80}")
         if name not in self._names:
             self._names.append(name)
-        self._removed.pop(name, None)
-        self._functions[name] = policy
+        with self.lock:
+            self._removed.pop(name, None)
+            self._functions[name] = policy
 
     def __delitem__(self, name: str) -> None:
         self._check_unlocked()
-        self._removed[name] = self._functions.pop(name)
-        self.drop_unused()
+        with self.lock:
+            self._removed[name] = self._functions.pop(name)
+            self.drop_unused()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
@@ -214,12 +216,13 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     def function(self, name: str) -> RowPolicy:
         """The function of a policy; also of one that has been removed, while running episodes use it."""
-        return self._functions[name] if name in self._functions else self._removed[name]
+        with self.lock:
+            return self._functions[name] if name in self._functions else self._removed[name]
 
     def drop_unused(self) -> None:
         """Let go of removed policies that no running episode uses."""
         if self._removed:
-            with self._lock:
+            with self.lock:
                 used = {name for choices in [*self._uses] for name in choices.used()}
                 used |= {name for saved in self._loaded.values() for name in saved.names.values()}
                 for name in self._removed.keys() - used:
@@ -230,13 +233,13 @@ class Policies(MutableMapping[str, RowPolicy]):
     @contextlib.contextmanager
     def locked(self, locks: int = 1) -> Iterator[None]:
         """Refuse changes: while a thread of `ahead` collects, they would count sooner or later by its speed."""
-        with self._lock:
-            self._locks += locks
+        with self.lock:
+            self.locks += locks
         try:
             yield
         finally:
-            with self._lock:
-                self._locks -= locks
+            with self.lock:
+                self.locks -= locks
 
     def unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
         """A function that may change policies while they are `locked` once."""
@@ -248,18 +251,22 @@ class Policies(MutableMapping[str, RowPolicy]):
         return call
 
     def _check_unlocked(self) -> None:
-        if self._locks > 0:
+        if self.locks > 0:
             raise RuntimeError("policies were changed while ahead() collects with them: change them in publish")
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
-    def chosen(self, episode: StartedEpisode, seed: int | None) -> dict[AgentID, str]:
-        """What `choose` returns for an episode, in the order of its agents; raises if this is no choice."""
+    def drawn(self, episode: StartedEpisode, seed: int | None) -> Any:
+        """What `choose` returns for an episode."""
         own = () if seed is not None else (episode.env_id,)
         sequence = np.random.SeedSequence(
             self._seed if seed is None else seed, spawn_key=(_STREAM, *own, episode.number)
         )
-        names, where = self.choose(episode, np.random.default_rng(sequence)), f"environment {episode.env_id}"
+        return self.choose(episode, np.random.default_rng(sequence))
+
+    def checked(self, episode: StartedEpisode, names: Any) -> dict[AgentID, str]:
+        """The names in the order of the episode's agents; raises if this is no choice."""
+        where = f"environment {episode.env_id}"
         if not isinstance(names, Mapping):
             raise TypeError(f"{where}: choose must return a dict of names by agent, got {described(names)}")
         if {*names} != {*episode.agents}:
@@ -282,7 +289,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         for agent, of_agent in finished.returns.items():
             if agent in names:
                 returns.setdefault(names[agent], []).append(of_agent)
-        with self._lock:
+        with self.lock:
             for name, of_policy in returns.items():
                 key = name, tuple(sorted({*names.values()} - {name}))
                 mean = np.mean(of_policy, axis=0) if _are_alike(of_policy) else np.nan
@@ -295,13 +302,13 @@ class Policies(MutableMapping[str, RowPolicy]):
         Episodes count in rollouts and in `evaluate`, if these policies have acted from their beginning.
         """
         order = {name: place for place, name in enumerate(self._names)}
-        with self._lock:
+        with self.lock:
             sums = sorted(self._sums.items(), key=lambda item: (order[item[0][0]], item[0][1]))
         return [Pairing(*key, episodes, _number(total / episodes)) for key, (episodes, total) in sums]
 
     def mean_return(self, policy: str, *others: str) -> Any:
         """The mean return of a policy in its episodes with certain others, as in `table`; NaN if there are none."""
-        with self._lock:
+        with self.lock:
             episodes, total = self._sums.get((policy, tuple(sorted({*others}))), (0, np.nan))
         return _number(total / max(episodes, 1))
 
@@ -316,7 +323,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         """
         latest = None if self._latest is None else self._latest()
         running = {**self._loaded, **({} if latest is None else latest.saved())}
-        with self._lock:
+        with self.lock:
             return pickle.dumps((_FORMAT, self._names, [*self._functions], self._sums, running))
 
     def load_state(self, state: bytes) -> None:
@@ -340,14 +347,14 @@ class Policies(MutableMapping[str, RowPolicy]):
         if missing := [name for name in names if name in needed and name not in known]:
             raise ValueError(f"the state has the policies {missing}, which are missing here: add them before")
         added = [name for name in self._functions if name not in names]
-        with self._lock:
+        with self.lock:
             self._functions = {name: known[name] for name in (*present, *added)}
             self._removed = {name: function for name, function in known.items() if name not in self._functions}
             self._names = [*names, *(name for name in known if name not in names)]
             self._sums, self._loaded = sums, running
             for choices in [*self._uses]:
-                choices.forget()
-        self.drop_unused()
+                choices.follow_loaded()
+            self.drop_unused()
 
     def take_loaded(self, env_id: int, number: int, steps: int) -> _Saved | None:
         """The choice that `load_state` has read for the running episode of an environment, once."""
@@ -356,7 +363,7 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     def use(self, choices: Choices) -> None:
         """Note who needs policies that are removed."""
-        with self._lock:
+        with self.lock:
             self._uses.add(choices)
         weakref.finalize(choices, self.drop_unused).atexit = False
 
@@ -395,16 +402,18 @@ class Choices:
         self._columns = {
             agent: (group, column) for group, agents in env.group_map.items() for column, agent in enumerate(agents)
         }
-        self.forget()
-        policies.use(self)
-
-    def forget(self) -> None:
-        """Forget all choices."""
-        n = self._env.num_envs
+        n = env.num_envs
         self._numbers: list[int | None] = [None] * n
         self._names: list[dict[AgentID, str]] = [{} for _ in range(n)]
         self._counts = [False] * n
-        self._indices = {name: np.full((n, len(agents)), -1, np.int16) for name, agents in self._env.group_map.items()}
+        self._indices = {name: np.full((n, len(agents)), -1, np.int16) for name, agents in env.group_map.items()}
+        policies.use(self)
+
+    def follow_loaded(self) -> None:
+        """Take the indices of a state that has been loaded; a rollout also takes its choices, an evaluation goes on."""
+        self._numbers = [None] * self._env.num_envs
+        for env_id in range(self._env.num_envs):
+            self._number(env_id)
 
     def used(self) -> set[str]:
         """The policies that running episodes use."""
@@ -440,17 +449,23 @@ class Choices:
         """Let `choose` name the policies of an episode, and begin it."""
         agents = self._env.stepper.transitions.possible_agents_of(env_id)
         episode = StartedEpisode(env_id, number, tuple(agent for agent in agents if agent in self._columns))
-        names = self.policies.chosen(episode, seed)
-        self.begin(env_id, number, names, counts=counts)
+        drawn = self.policies.drawn(episode, seed)
+        with self.policies.lock:  # a policy that is removed now acts in this episode, or cannot be chosen
+            names = self.policies.checked(episode, drawn)
+            self.begin(env_id, number, names, counts=counts)
         return names
 
     def begin(self, env_id: int, number: int, names: dict[AgentID, str], *, counts: bool = True) -> None:
         """Begin an episode with these policies; `counts` says whether it has an entry in the table."""
-        self._numbers[env_id], self._names[env_id], self._counts[env_id] = number, names, counts
-        for agent, name in names.items():
+        with self.policies.lock:
+            self._numbers[env_id], self._names[env_id], self._counts[env_id] = number, names, counts
+            self._number(env_id)
+            self.policies.drop_unused()
+
+    def _number(self, env_id: int) -> None:
+        for agent, name in self._names[env_id].items():
             group, column = self._columns[agent]
             self._indices[group][env_id, column] = self.policies.index(name)
-        self.policies.drop_unused()
 
     def end(self, finished: Sequence[FinishedEpisode]) -> None:
         """Count episodes that have ended."""
@@ -464,13 +479,14 @@ class Choices:
         """The actions and extras of all agents, zeros where none acts; and the index of the policy of each, or -1."""
         env, of_envs = self._env, slice(current.env_ids.start, current.env_ids.stop)
         acting = env.by_group(current.acting)
-        chosen = {group: np.where(acts, self._indices[group][of_envs], -1) for group, acts in acting.items()}
+        with self.policies.lock:
+            names = self.policies.names
+            chosen = {group: np.where(acts, self._indices[group][of_envs], -1) for group, acts in acting.items()}
         actions = {group: stacking.zeros(self._spaces[group], acts.shape) for group, acts in acting.items()}
         extras = {
             name: {group: np.zeros((*acts.shape, *extra.shape), extra.dtype) for group, acts in acting.items()}
             for name, extra in (self._extras or {}).items()
         }
-        names = self.policies.names
         for index in sorted({index for of_group in chosen.values() for index in of_group.ravel().tolist()} - {-1}):
             places = {group: np.nonzero(of_group == index) for group, of_group in chosen.items()}
             answer = self.policies.function(names[index])(self._rows(current, places))

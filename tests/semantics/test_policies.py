@@ -1386,6 +1386,31 @@ def test_bad_states_change_nothing():
         assert more.names == [*more] == ["a", "b", "c", "d"]
 
 
+def test_loading_while_an_evaluation_runs():
+    """Its episodes keep their policies, whose indices change."""
+    with opened(Walk, 2, False) as env:
+        policies = Policies({"a": Constant(1), "b": Constant(2)}, choose=lambda e, _: dict(zip(e.agents, "ab")))
+        expected = evaluate(env, policies, 4, FIRST_SEED)
+        other = Policies({"b": zeros, "c": zeros, "a": zeros}, choose=fixed).save_state()
+        policies["c"] = zeros
+        is_there, goes_on = threading.Event(), threading.Event()
+
+        def wait(rows: Any) -> Any:
+            is_there.set()
+            assert goes_on.wait(60)
+            return Constant(1)(rows)
+
+        policies["a"] = wait
+        future = evaluate(env, episodes=4, seed=FIRST_SEED, background=True, snapshot=lambda: policies)
+        assert is_there.wait(60)
+        policies.load_state(other)
+        assert policies.names == ["b", "c", "a"]
+        goes_on.set()
+        result = future.result(60)
+        assert result.team_returns.tolist() == expected.team_returns.tolist()
+        assert {name: of.tolist() for name, of in result.policies.items()} == {"a": ["a"] * 4, "b": ["b"] * 4}
+
+
 # -- weights of opponents ----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from helpers.memories import Memory, memories
+from helpers.memories import memories
 from helpers.reference import Reference
 from pettingzoo.classic import tictactoe_v3
 from simulators.crashing import SEED, Fate, crashing
