@@ -156,7 +156,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         self._names: list[str] = []  # by index, also of policies that have been removed
         self._functions: dict[str, RowPolicy] = {}
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
-        self.locks = 0  # how many threads collect ahead
+        self._blocks = 0  # how many threads of `ahead` collect with them
         self._sums: dict[tuple[str, tuple[str, ...]], tuple[int, Any]] = {}  # number and sum of returns by pairing
         # An evaluation in the background chooses and counts, too. Reentrant, for the finalizers of `Choices`.
         self.lock = threading.RLock()
@@ -231,18 +231,18 @@ class Policies(MutableMapping[str, RowPolicy]):
     # -- while a thread collects -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def locked(self, locks: int = 1) -> Iterator[None]:
+    def locked(self, blocks: int = 1) -> Iterator[None]:
         """Refuse changes: while a thread of `ahead` collects, they would count sooner or later by its speed."""
         with self.lock:
-            self.locks += locks
+            self._blocks += blocks
         try:
             yield
         finally:
             with self.lock:
-                self.locks -= locks
+                self._blocks -= blocks
 
     def unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
-        """A function that may change policies while they are `locked` once."""
+        """A function that may change policies while one block has `locked` them."""
 
         def call() -> None:
             with self.locked(-1):
@@ -251,7 +251,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         return call
 
     def _check_unlocked(self) -> None:
-        if self.locks > 0:
+        if self._blocks > 0:
             raise RuntimeError("policies were changed while ahead() collects with them: change them in publish")
 
     # -- choices -----------------------------------------------------------------------------------------------------

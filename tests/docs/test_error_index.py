@@ -51,6 +51,8 @@ ERRORS = {
     ("stepper/batch", "check_claim", "RuntimeError"): "a second facade",
     ("rollouts/ahead", "receive", "ClosedEnvironmentError"): "any call after `close`",
     ("rollouts/ahead", "__next__", "RuntimeError"): "raises `StopIteration`",
+    ("rollouts/policies", "index", "KeyError"): "`Policies.index`",
+    ("rollouts/policies", "_check_unlocked", "RuntimeError"): "`Policies` changed",
     ("rollouts/rollout", "_allocated", "MemoryError"): "a `Rollout`",
     ("rollouts/rollout", "_allocated", "RuntimeError"): "a `Rollout` of those that an evaluation steps",
     ("rollouts/rollout", "_check_not_ahead", "AlreadyPendingCallError"): "in a block of `Rollout.ahead`",

@@ -30,7 +30,7 @@ from simulators.variable_agents import VariableAgents, VariableDictAgents
 from simulators.vector_rewards import Couriers
 from simulators.walks import Walk
 
-from marl_parallel import Extra, ParallelEnv, Policies, RestartPolicy, Rollout, evaluate, pfsp_weights
+from marl_parallel import EnvError, Extra, ParallelEnv, Policies, RestartPolicy, Rollout, evaluate, pfsp_weights
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 
@@ -322,7 +322,8 @@ def test_native_simulators_and_one_policy_for_all():
                     for (env_id, column), seen in zip(pairs(agents), rows)
                 ]
                 stacked = tree_map(lambda *values: np.array(values), *each)
-                actions[group] = tree_map(lambda array, k=len(agents): array.reshape(4, k, *array.shape[1:]), stacked)
+                shape = 4, len(agents)
+                actions[group] = tree_map(lambda array, shape=shape: array.reshape(*shape, *array.shape[1:]), stacked)
             return actions
 
         def pairs(agents: list[str]) -> list[tuple[int, int]]:
@@ -746,7 +747,7 @@ def is_unstepped(rollout: Rollout) -> bool:
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (None, TypeError, r"environment 1: choose must return a dict of names by agent, got one value of type NoneType"),
+        (None, TypeError, r"environment 1: choose must return a dict of names by agent, got one value of type None"),
         (["a", "a", "a"], TypeError, r"environment 1: choose must return a dict of names by agent, got 3 values"),
         ({"x": "a", "y": "a"}, ValueError,
          r"environment 1: .* for each of the agents \['x', 'y', 'z'\], got \{'x': 'a', 'y': 'a'\}"),
@@ -784,8 +785,8 @@ def test_wrong_choices(answer, error, text, halves):
         data = rollout.collect(policies)
         assert asked == [0, 1, 1, 1]
         assert (data.policies[data.acting[:-1]] == 1).all()
+        is_wrong = True
         with pytest.raises(error, match=text):
-            is_wrong = True
             evaluate(opened(), policies, 3)
 
 
@@ -819,7 +820,7 @@ ONE_GROUP: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda rows: (zeros(rows), {"score": [0.0, 0.0]}), ValueError,
      r"policy 'b': the extra 'score' must be numbers of shape \(1,\), got shape \(2,\)"),
     (lambda rows: (zeros(rows), {"score": ["high"]}), ValueError, r"policy 'b': the extra 'score' must be numbers"),
-    (lambda rows: (zeros(rows), {"count": [0.5]}), ValueError, r"policy 'b': the extra 'count' is 0.5, which its dtype"),
+    (lambda rows: (zeros(rows), {"count": [0.5]}), ValueError, r"policy 'b': the extra 'count' is 0.5, which its"),
     (lambda rows: fails(ArithmeticError("b")), ArithmeticError, "b"),
 ]  # fmt: skip
 
@@ -1208,13 +1209,16 @@ def test_blocks_of_ahead_that_end_early_leave_policies_unlocked(fails_in):
             return dict.fromkeys(episode.agents, "a")
 
         policies = three(choose, policy=lambda rows: work("policy") or zeros(rows))
-        with (
-            pytest.raises(ArithmeticError, match=fails_in),
-            rollout.ahead(policies, publish=lambda: work("publish")) as rollouts,
-        ):
-            for _ in rollouts:
-                is_wrong = True
-                work("body")
+
+        def train() -> None:
+            nonlocal is_wrong
+            with rollout.ahead(policies, publish=lambda: work("publish")) as rollouts:
+                for _ in rollouts:
+                    is_wrong = True
+                    work("body")
+
+        with pytest.raises(ArithmeticError, match=fails_in):
+            train()
         policies["new"] = zeros
         is_wrong = False
         assert (rollout.collect(policies).policies >= -1).all()
@@ -1409,6 +1413,69 @@ def test_loading_while_an_evaluation_runs():
         result = future.result(60)
         assert result.team_returns.tolist() == expected.team_returns.tolist()
         assert {name: of.tolist() for name, of in result.policies.items()} == {"a": ["a"] * 4, "b": ["b"] * 4}
+
+
+# -- interruptions and other uses of the data --------------------------------------------------------------------------
+
+
+@HALVES
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_rollout_goes_on_after_an_error_of_a_policy(error, halves):
+    """Nothing is lost, and `choose` is not asked again; the data are those of a run without the error."""
+    found = []
+    for fails_at in ((), (1, 5, 6, 17, 40)):
+        calls, failures, chooser, data = 0, 0, Chooser(), []
+
+        def act(rows: Any, fails_at: Any = fails_at) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls in fails_at:
+                raise error
+            return Digest(1)(rows)
+
+        with opened(count=3) as env:
+            rollout, policies = Rollout(env, 13, halves=halves), three(chooser, policy=act)
+            while len(data) < 3:
+                try:
+                    data.append([np.array(one).tolist() for one in rollout.collect(policies)[:6] if one is not None])
+                    data.append(rollout.arrays.policies.tolist())
+                except error:
+                    failures += 1
+        assert failures == len(fails_at)
+        found.append((data, chooser.asked, policies.table()))
+    assert found[0] == found[1]
+
+
+def test_policies_go_on_in_other_environments_after_a_fault():
+    """With `on_error="raise"`: the episode of the fault has no entry."""
+    fates = {(0, 0): Fate("raise", "step", 6)}
+    policies = three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+    with opened(crashing(ReturningAgents, fates), seed=CRASHING_SEED, on_error="raise") as env:
+        rollout = Rollout(env, 4)
+        rollout.collect(policies)
+        with pytest.raises(EnvError):
+            rollout.collect(policies)
+        assert policies.table() == []
+    with opened() as env:
+        Rollout(env, 24).collect(policies)
+    assert [(one.policy, one.others, one.episodes) for one in policies.table()] == [("a", (), 4)]
+
+
+def test_the_mask_of_one_policy_for_training():
+    with opened() as env:
+        rollout, policies = Rollout(env, 12), three(drawn)
+        data = rollout.collect(policies)
+        train_on = data.acting[:-1] & (data.policies == policies.index("a"))
+        assert 0 < train_on.sum() < data.acting[:-1].sum()
+        assert train_on.shape == data.rewards.shape
+
+
+@pytest.mark.needs("torch")
+def test_policies_as_tensors():
+    with opened() as env:
+        rollout = Rollout(env, 4)
+        rollout.collect(three(drawn))
+        assert np.array_equal(rollout.torch().policies.numpy(), rollout.arrays.policies)
 
 
 # -- weights of opponents ----------------------------------------------------------------------------------------------
