@@ -195,7 +195,8 @@ class Policies(MutableMapping[str, RowPolicy]):
     def __len__(self) -> int:
         return len(self._functions)
 
-    __hash__ = object.__hash__  # two of them with the same functions are not the same
+    def __hash__(self) -> int:  # two of them with the same functions are not the same
+        return id(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other
