@@ -35,8 +35,6 @@ class EvaluationResult:
         returns: By agent, float64 `(E,)`: the sum of its rewards, over all its lives. NaN if the episode is not
             `finished`, or the agent took no part in it.
         lengths: int64 `(E,)`: steps; of the last try of an episode that is not `finished`.
-        policies: By agent, the names of the `Policies` that acted for it, strings `(E,)`; None for an agent that does
-            not appear. None as a whole if one policy was evaluated.
         infos: By name, the last value of the episode, as declared: `(E, *shape)` with `per_agent=False`, else a dict by
             agent of such arrays. Zeros where there is no value, as in episodes that have `failed`.
         informed: By name, in the form of `infos`, bool `(E,)`: which entries of `infos` have a value.
@@ -47,6 +45,8 @@ class EvaluationResult:
             only one.
         env_ids: By constructor, its environments.
         repeats: Whether the simulator repeated its first episode. None if that is unknown: the episode failed.
+        policies: By agent, the names of the `Policies` that acted for it, strings `(E,)`; None for an agent that does
+            not appear. None as a whole if one policy was evaluated.
 
     Example:
         >>> import numpy as np
@@ -67,7 +67,6 @@ class EvaluationResult:
     team_returns: NDArray[np.float64]
     returns: Mapping[AgentID, NDArray[np.float64]]
     lengths: NDArray[np.int64]
-    policies: Mapping[AgentID, NDArray[Any]] | None
     infos: Mapping[str, Any]
     informed: Mapping[str, Any]
     retries: NDArray[np.int64]
@@ -76,6 +75,7 @@ class EvaluationResult:
     constructors: NDArray[np.int64]
     env_ids: tuple[tuple[int, ...], ...]
     repeats: bool | None
+    policies: Mapping[AgentID, NDArray[Any]] | None = None
 
     @property
     def unfinished(self) -> NDArray[np.bool_]:

@@ -1061,6 +1061,12 @@ def test_constructors_that_differ_and_agents_that_differ():
         agents = agents_of(env)
         assert [{*of_env} for of_env in agents] == [{*names(0, 1)}, {*names(2, 1)}, {*names(3)}]
         assert sorted(asked) == [(env_id, number, agents[env_id]) for env_id in range(3) for number in range(2)]
+        for env_id in range(3):
+            one = result.of_constructor(env_id)
+            assert {agent: of_agent.tolist() for agent, of_agent in one.policies.items()} == {
+                agent: [choice(env_id, number, agents[env_id]).get(agent) for number in range(2)]
+                for agent in one.returns
+            }
         for agent, of_agent in result.policies.items():
             assert of_agent.tolist() == [
                 choice(env_id, number, agents[env_id]).get(agent) for env_id in range(3) for number in range(2)
