@@ -1354,6 +1354,35 @@ def test_choices_are_those_of_the_rollout_that_has_collected_last():
         assert {*data.policies[0][data.acting[0]]} == {1}
 
 
+def test_episodes_that_others_have_begun_have_no_entry_after_loading_either():
+    with opened(count=1) as env:
+        rollout, policies = Rollout(env, 4), three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+        rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+        rollout.collect(policies)
+        states, state = rollout.save_state(), policies.save_state()
+        rollout.load_state(states)
+        policies.load_state(state)
+        rollout.collect(policies)
+        assert len(rollout.finished_episodes) == 1
+        assert policies.table() == []
+
+
+def test_policies_of_episodes_that_have_ended_are_not_needed_to_load():
+    """An episode has ten steps; after them, nobody has acted in the next one."""
+    with opened(count=1) as env:
+        rollout, policies = Rollout(env, 10), three(lambda episode, _: dict.fromkeys(episode.agents, "a"))
+        rollout.collect(policies)
+        del policies["a"]
+        states, state = rollout.save_state(), policies.save_state()
+        rollout.load_state(states)
+        other = Policies({"c": zeros, "b": zeros}, choose=lambda episode, _: dict.fromkeys(episode.agents, "b"))
+        other.load_state(state)
+        assert other.names == NAMES
+        data = rollout.collect(other)
+        assert {*data.policies[data.acting[:-1]]} == {1}
+        assert [one.policy for one in other.table()] == ["a", "b"]
+
+
 def test_states_of_other_environments_or_episodes_are_not_taken():
     """Then `choose` is asked, and the episode does not count."""
     with opened(count=2) as env:
