@@ -78,7 +78,7 @@ class RolloutArrays(NamedTuple):
         informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which entries of `infos` have a value.
         begins: Grouped; bool `(T + 1, N, k)`: whose hidden state begins anew with this observation, as in
             `StackedVecEnv`. `sequences` cuts there.
-        policies: Grouped; int16 `(T, N, k)`: the `Policies.index` of the policy that has acted; -1 where no agent acts,
+        policies: Grouped; int32 `(T, N, k)`: the `Policies.index` of the policy that has acted; -1 where no agent acts,
             and everywhere without `Policies`.
     """
 

@@ -63,8 +63,8 @@ class StartedEpisode(NamedTuple):
 
     Attributes:
         env_id: The environment.
-        number: How many episodes of this environment have ended before, also before a reset. In `evaluate`, the
-            place of the episode among all.
+        number: How many episodes of this environment have ended before, also before a reset; one that a reset has cut
+            short does not count. In `evaluate`, the place of the episode's seed.
         agents: All agents that may appear in this environment, also those that join later.
     """
 
@@ -78,8 +78,9 @@ class Pairing(NamedTuple):
 
     Attributes:
         policy: The policy.
-        others: The other policies of these episodes, in the order of their names; empty if all agents had this policy.
-        episodes: How many episodes have ended.
+        others: The other policies that took part in these episodes, in the order of their names; empty if all agents
+            had this policy.
+        episodes: How many episodes have ended, also by a restart.
         mean_return: The mean over these episodes of the mean return of the policy's agents; an array for vector
             rewards, NaN if their lengths differ.
     """
@@ -102,7 +103,8 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     For `Rollout.collect`, `Rollout.ahead` and `evaluate`, in place of a policy. In each step, or half of it, each
     policy is called once with the `Rows` of its agents that act, or not at all if there are none; in the order of
-    `index`. `RolloutArrays.policies` says who acted.
+    `index`. `RolloutArrays.policies` says who acted. For an `evaluate` in the background, let `snapshot` return
+    `Policies` of its own.
 
     It is a dict of policies. They can be added, replaced and removed between two rollouts; with `ahead`, in `publish`.
     A new function under an old name acts at once. A policy that is removed acts until the episodes end for which it has
@@ -114,7 +116,7 @@ class Policies(MutableMapping[str, RowPolicy]):
             without rows may be left out.
         choose: Called as `choose(episode, rng)` when an episode begins: after a reset, automatically, or after a
             restart; and for episodes that have begun with another policy. Returns the name of a policy for each of
-            `episode.agents`. If it draws from `rng` only, choices do not depend on the number of workers.
+            `episode.agents`. If it depends on its arguments only, choices do not depend on the number of workers.
         seed: Of the generators of `choose`, for environments without a seed. All others derive from the environment's
             seed and the number of the episode.
 
@@ -153,13 +155,13 @@ class Policies(MutableMapping[str, RowPolicy]):
         if not callable(choose):
             raise TypeError(f"choose must be a function of an episode and a generator, got {choose!r:.80}")
         self.choose, self._seed = choose, checked_integer(seed, "seed", 0)
-        self._names: list[str] = []  # by index, also of policies that have been removed
+        self._indices: dict[str, int] = {}  # in this order, also of policies that have been removed
         self._functions: dict[str, RowPolicy] = {}
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
         self._blocks = 0  # how many threads of `ahead` collect with them
         self._sums: dict[tuple[str, tuple[str, ...]], tuple[int, Any]] = {}  # number and sum of returns by pairing
         # An evaluation in the background chooses and counts, too. Reentrant, for the finalizers of `Choices`.
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._uses: weakref.WeakSet[Choices] = weakref.WeakSet()
         self._latest: weakref.ref[Choices] | None = None  # of the rollout that has collected last
         self._loaded: dict[int, _Saved] = {}  # running episodes by environment
@@ -177,17 +179,16 @@ class Policies(MutableMapping[str, RowPolicy]):
             raise TypeError(f"the name of a policy must be a string, got {name!r:.80}")
         if not callable(policy):
             raise TypeError(f"policy {name!r} must be a function of rows, got {policy!r:.80}")
-        if name not in self._names:
-            self._names.append(name)
-        with self.lock:
+        with self._lock:
+            self._indices.setdefault(name, len(self._indices))
             self._removed.pop(name, None)
             self._functions[name] = policy
 
     def __delitem__(self, name: str) -> None:
         self._check_unlocked()
-        with self.lock:
+        with self._lock:
             self._removed[name] = self._functions.pop(name)
-            self.drop_unused()
+            self._drop_unused()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._functions)
@@ -206,24 +207,24 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     def index(self, name: str) -> int:
         """The number that `RolloutArrays.policies` has for a policy; `KeyError` if there was none of this name."""
-        if name not in self._names:
-            raise KeyError(f"there is no policy {name!r}; the policies are {self._names}")
-        return self._names.index(name)
+        if name not in self._indices:
+            raise KeyError(f"there is no policy {name!r}; the policies are {self.names}")
+        return self._indices[name]
 
     @property
     def names(self) -> list[str]:
         """The names by `index`, also of policies that have been removed."""
-        return [*self._names]
+        return [*self._indices]
 
-    def function(self, name: str) -> RowPolicy:
+    def _function(self, name: str) -> RowPolicy:
         """The function of a policy; also of one that has been removed, while running episodes use it."""
-        with self.lock:
+        with self._lock:
             return self._functions[name] if name in self._functions else self._removed[name]
 
-    def drop_unused(self) -> None:
+    def _drop_unused(self) -> None:
         """Let go of removed policies that no running episode uses."""
         if self._removed:
-            with self.lock:
+            with self._lock:
                 used = {name for choices in [*self._uses] for name in choices.used()}
                 used |= {name for saved in self._loaded.values() for name in saved.names.values()}
                 for name in self._removed.keys() - used:
@@ -234,12 +235,12 @@ class Policies(MutableMapping[str, RowPolicy]):
     @contextlib.contextmanager
     def locked(self, blocks: int = 1) -> Iterator[None]:
         """Refuse changes: while a thread of `ahead` collects, they would count sooner or later by its speed."""
-        with self.lock:
+        with self._lock:
             self._blocks += blocks
         try:
             yield
         finally:
-            with self.lock:
+            with self._lock:
                 self._blocks -= blocks
 
     def unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
@@ -257,7 +258,7 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
-    def drawn(self, episode: StartedEpisode, seed: int | None) -> Any:
+    def _drawn(self, episode: StartedEpisode, seed: int | None) -> Any:
         """What `choose` returns for an episode."""
         own = () if seed is not None else (episode.env_id,)
         sequence = np.random.SeedSequence(
@@ -265,7 +266,7 @@ class Policies(MutableMapping[str, RowPolicy]):
         )
         return self.choose(episode, np.random.default_rng(sequence))
 
-    def checked(self, episode: StartedEpisode, names: Any) -> dict[AgentID, str]:
+    def _checked(self, episode: StartedEpisode, names: Any) -> dict[AgentID, str]:
         """The names in the order of the episode's agents; raises if this is no choice."""
         where = f"environment {episode.env_id}"
         if not isinstance(names, Mapping):
@@ -284,15 +285,15 @@ class Policies(MutableMapping[str, RowPolicy]):
 
     # -- the table ---------------------------------------------------------------------------------------------------
 
-    def count(self, names: Mapping[AgentID, str], finished: FinishedEpisode) -> None:
+    def _count(self, names: Mapping[AgentID, str], finished: FinishedEpisode) -> None:
         """Count an episode that has ended, in which these policies have acted from its beginning."""
         returns: dict[str, list[Any]] = {}
         for agent, of_agent in finished.returns.items():
             if agent in names:
                 returns.setdefault(names[agent], []).append(of_agent)
-        with self.lock:
+        with self._lock:
             for name, of_policy in returns.items():
-                key = name, tuple(sorted({*names.values()} - {name}))
+                key = name, tuple(sorted(returns.keys() - {name}))
                 mean = np.mean(of_policy, axis=0) if _are_alike(of_policy) else np.nan
                 episodes, total = self._sums.get(key, (0, np.zeros_like(mean)))
                 self._sums[key] = episodes + 1, total + mean if _are_alike([total, mean]) else np.nan
@@ -302,15 +303,14 @@ class Policies(MutableMapping[str, RowPolicy]):
 
         Episodes count in rollouts and in `evaluate`, if these policies have acted from their beginning.
         """
-        order = {name: place for place, name in enumerate(self._names)}
-        with self.lock:
-            sums = sorted(self._sums.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+        with self._lock:
+            sums = sorted(self._sums.items(), key=lambda item: (self._indices[item[0][0]], item[0][1]))
         return [Pairing(*key, episodes, _number(total / episodes)) for key, (episodes, total) in sums]
 
     def mean_return(self, policy: str, *others: str) -> Any:
-        """The mean return of a policy in its episodes with certain others, as in `table`; NaN if there are none."""
-        with self.lock:
-            episodes, total = self._sums.get((policy, tuple(sorted({*others}))), (0, np.nan))
+        """The mean return of a policy in its episodes with exactly these others, as in `table`; NaN without any."""
+        with self._lock:
+            episodes, total = self._sums.get((policy, tuple(sorted({*others} - {policy}))), (0, np.nan))
         return _number(total / max(episodes, 1))
 
     # -- saving ------------------------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ class Policies(MutableMapping[str, RowPolicy]):
         """
         latest = None if self._latest is None else self._latest()
         running = {**self._loaded, **({} if latest is None else latest.saved())}
-        with self.lock:
-            return pickle.dumps((_FORMAT, self._names, [*self._functions], self._sums, running))
+        with self._lock:
+            return pickle.dumps((_FORMAT, self.names, [*self._functions], self._sums, running))
 
     def load_state(self, state: bytes) -> None:
         """Go on with what `save_state` has returned.
@@ -348,27 +348,27 @@ class Policies(MutableMapping[str, RowPolicy]):
         if missing := [name for name in names if name in needed and name not in known]:
             raise ValueError(f"the state has the policies {missing}, which are missing here: add them before")
         added = [name for name in self._functions if name not in names]
-        with self.lock:
+        with self._lock:
             self._functions = {name: known[name] for name in (*present, *added)}
             self._removed = {name: function for name, function in known.items() if name not in self._functions}
-            self._names = [*names, *(name for name in known if name not in names)]
+            self._indices = {name: index for index, name in enumerate(dict.fromkeys([*names, *known]))}
             self._sums, self._loaded = sums, running
             for choices in [*self._uses]:
                 choices.follow_loaded()
-            self.drop_unused()
+            self._drop_unused()
 
-    def take_loaded(self, env_id: int, number: int, steps: int) -> _Saved | None:
+    def _take_loaded(self, env_id: int, number: int, steps: int) -> _Saved | None:
         """The choice that `load_state` has read for the running episode of an environment, once."""
         saved = self._loaded.pop(env_id, None)
         return saved if saved is not None and (saved.number, saved.steps) == (number, steps) else None
 
-    def use(self, choices: Choices) -> None:
+    def _use(self, choices: Choices) -> None:
         """Note who needs policies that are removed."""
-        with self.lock:
+        with self._lock:
             self._uses.add(choices)
-        weakref.finalize(choices, self.drop_unused).atexit = False
+        weakref.finalize(choices, self._drop_unused).atexit = False
 
-    def set_latest(self, choices: Choices) -> None:
+    def _set_latest(self, choices: Choices) -> None:
         """Set the choices of a rollout that `save_state` saves."""
         self._latest = weakref.ref(choices)
 
@@ -407,8 +407,8 @@ class Choices:
         self._numbers: list[int | None] = [None] * n
         self._names: list[dict[AgentID, str]] = [{} for _ in range(n)]
         self._counts = [False] * n
-        self._indices = {name: np.full((n, len(agents)), -1, np.int16) for name, agents in env.group_map.items()}
-        policies.use(self)
+        self._indices = {name: np.full((n, len(agents)), -1, np.int32) for name, agents in env.group_map.items()}
+        policies._use(self)
 
     def follow_loaded(self) -> None:
         """Take the indices of a state that has been loaded; a rollout also takes its choices, an evaluation goes on."""
@@ -435,12 +435,12 @@ class Choices:
 
     def begin_due(self, env_ids: range) -> None:
         """Choose for the episodes of a rollout that have begun since the last call."""
-        self.policies.set_latest(self)
+        self.policies._set_latest(self)
         seeds = self._env.stepper.batch.resets.passed_seeds
         for env_id, ended in zip(env_ids, self._statistics.ended[env_ids.start : env_ids.stop]):
             if self._numbers[env_id] != ended:
                 steps = self._steps(env_id)
-                saved = self.policies.take_loaded(env_id, ended, steps)
+                saved = self.policies._take_loaded(env_id, ended, steps)
                 if saved is None:
                     self.choose(env_id, ended, seeds[env_id], counts=steps <= 0)
                 else:
@@ -450,18 +450,18 @@ class Choices:
         """Let `choose` name the policies of an episode, and begin it."""
         agents = self._env.stepper.transitions.possible_agents_of(env_id)
         episode = StartedEpisode(env_id, number, tuple(agent for agent in agents if agent in self._columns))
-        drawn = self.policies.drawn(episode, seed)
-        with self.policies.lock:  # a policy that is removed now acts in this episode, or cannot be chosen
-            names = self.policies.checked(episode, drawn)
+        drawn = self.policies._drawn(episode, seed)
+        with self.policies._lock:  # a policy that is removed now acts in this episode, or cannot be chosen
+            names = self.policies._checked(episode, drawn)
             self.begin(env_id, number, names, counts=counts)
         return names
 
     def begin(self, env_id: int, number: int, names: dict[AgentID, str], *, counts: bool = True) -> None:
         """Begin an episode with these policies; `counts` says whether it has an entry in the table."""
-        with self.policies.lock:
+        with self.policies._lock:
             self._numbers[env_id], self._names[env_id], self._counts[env_id] = number, names, counts
             self._number(env_id)
-            self.policies.drop_unused()
+            self.policies._drop_unused()
 
     def _number(self, env_id: int) -> None:
         for agent, name in self._names[env_id].items():
@@ -472,7 +472,7 @@ class Choices:
         """Count episodes that have ended."""
         for episode in finished:
             if self._counts[episode.env_id]:
-                self.policies.count(self._names[episode.env_id], episode)
+                self.policies._count(self._names[episode.env_id], episode)
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -480,7 +480,7 @@ class Choices:
         """The actions and extras of all agents, zeros where none acts; and the index of the policy of each, or -1."""
         env, of_envs = self._env, slice(current.env_ids.start, current.env_ids.stop)
         acting = env.by_group(current.acting)
-        with self.policies.lock:
+        with self.policies._lock:
             names = self.policies.names
             chosen = {group: np.where(acts, self._indices[group][of_envs], -1) for group, acts in acting.items()}
         actions = {group: stacking.zeros(self._spaces[group], acts.shape) for group, acts in acting.items()}
@@ -490,7 +490,7 @@ class Choices:
         }
         for index in sorted({index for of_group in chosen.values() for index in of_group.ravel().tolist()} - {-1}):
             places = {group: np.nonzero(of_group == index) for group, of_group in chosen.items()}
-            answer = self.policies.function(names[index])(self._rows(current, places))
+            answer = self.policies._function(names[index])(self._rows(current, places))
             self._put(names[index], answer, places, actions, extras)
         return env.grouped(actions), {name: env.grouped(values) for name, values in extras.items()}, env.grouped(chosen)
 

@@ -280,7 +280,7 @@ class Rollout:
             infos={name: named(extra, extra.dtype, extra.shape) for name, extra in self._infos.items()},
             informed={name: named(extra, np.bool_, ()) for name, extra in self._infos.items()},
             begins=of_agents(steps + 1),
-            policies=of_agents(steps, np.int16),
+            policies=of_agents(steps, np.int32),
         )
 
     # -- collecting ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.batches import at, same
 from helpers.memories import memories
@@ -32,6 +33,8 @@ from simulators.walks import Walk
 
 from marl_parallel import EnvError, Extra, ParallelEnv, Policies, RestartPolicy, Rollout, evaluate, pfsp_weights
 from marl_parallel.core.spaces import tree_map
+from marl_parallel.rollouts.policies import actions_and_extras
+from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent
@@ -278,7 +281,7 @@ def test_data_are_those_of_a_loop(build, setup, name, mode, halves):
                     assert one.extras["score"][where] == (wanted if policy in ("a", "b") else 0.0)
                     assert one.extras["pair"][where].tolist() == ([wanted, -wanted] if policy == "a" else [0.0, 0.0])
         assert recorder.calls == calls
-        assert data.policies.dtype == np.int16 if len(columns) == 1 else True
+        assert data.policies.dtype == np.int32 if len(columns) == 1 else True
     loop.choose()
     rollout.collect(policies)  # chooses for episodes that have begun with the last step
     assert (
@@ -581,7 +584,7 @@ def test_policies_that_are_added_replaced_and_removed():
         gone = weakref.ref(policies.pop("old"))
         policies["new"] = Constant(1)
         assert gone() is not None
-        assert policies.function("old") is gone()
+        assert policies._function("old") is gone()
         with pytest.raises(ValueError, match=r"environment 0: choose named the policy 'old' for agent 'x', but the "
                            r"policies are \['learner', 'new'\]"):  # fmt: skip
             acted()
@@ -591,7 +594,7 @@ def test_policies_that_are_added_replaced_and_removed():
         assert acted()[2:] == [([2], [1])] * 2
         assert gone() is None
         with pytest.raises(KeyError):
-            policies.function("old")
+            policies._function("old")
         assert policies.index("old") == 1
         policies["old"], name = Constant(0), "old"
         acted()
@@ -599,7 +602,7 @@ def test_policies_that_are_added_replaced_and_removed():
         assert acted() == [([1], [0])] * 4
         policies.pop("new")  # nobody uses it
         with pytest.raises(KeyError):
-            policies.function("new")
+            policies._function("new")
         policies.pop("old")
         policies["old"] = Constant(2)  # back before its episode ends
         assert acted() == [([1], [2])] * 4
@@ -634,7 +637,7 @@ def by_hand(episodes: list[tuple[dict[str, str], Any]]) -> dict[tuple[str, tuple
     for chosen_names, finished in episodes:
         for name in {*chosen_names.values()}:
             own = [total for agent, total in finished.returns.items() if chosen_names[agent] == name]
-            others = tuple(sorted({one for one in chosen_names.values() if one != name}))
+            others = tuple(sorted({chosen_names[agent] for agent in finished.returns} - {name}))
             if own:
                 found.setdefault((name, others), []).append(sum(own) / len(own))
     return {key: (len(means), sum(means) / len(means)) for key, means in found.items()}
@@ -649,6 +652,23 @@ def assert_table(policies: Policies, expected: Any) -> None:
         assert one.mean_return == pytest.approx(mean)
         assert policies.mean_return(one.policy, *reversed(one.others)) == pytest.approx(mean)
         assert np.shape(one.mean_return) == np.shape(mean)
+
+
+def test_policies_of_agents_that_never_appeared_are_no_others():
+    policies = Policies({"a": print, "b": print}, choose=lambda episode, rng: {})
+    policies._count({"first": "a", "second": "b"}, FinishedEpisode(0, {"first": 2.0}, {"first": 1}, 1, True, False))
+    assert policies.table() == [("a", (), 1, 2.0)]
+    assert policies.mean_return("a") == policies.mean_return("a", "a") == 2.0
+
+
+def test_pairs_that_may_be_actions():
+    """If an action is itself a pair with a dict, declared extras tell them apart."""
+    action_space = spaces.Tuple((spaces.Discrete(2), spaces.Dict(aim=spaces.Discrete(3))))
+    action, extras = (1, {"aim": 2}), {"values": 0.5}
+    assert actions_and_extras(action, [action_space], []) == (action, None)
+    assert actions_and_extras(action, [action_space], ["values"]) == (action, None)
+    assert actions_and_extras((action, extras), [action_space], ["values"]) == (action, extras)
+    assert actions_and_extras((1, extras), [spaces.Discrete(2)], []) == (1, extras)
 
 
 @MODES
