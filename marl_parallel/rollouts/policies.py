@@ -578,10 +578,9 @@ def actions_and_extras(
     """What a policy has returned: actions alone, or a pair of actions and a dict of extras."""
     if not (isinstance(chosen, tuple | list) and len(chosen) == 2 and isinstance(chosen[1], Mapping)):
         return chosen, None
-    if not declared and any(
-        isinstance(one, spaces.Tuple) and isinstance(one[-1], spaces.Dict) for one in action_spaces
-    ):
-        return chosen, None  # the actions are such a pair
+    may_be_actions = any(isinstance(one, spaces.Tuple) and isinstance(one[-1], spaces.Dict) for one in action_spaces)
+    if may_be_actions and not chosen[1].keys() <= {*declared}:
+        return chosen, None
     actions, extras = chosen
     return actions, extras
 
