@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_failing_check_of_the_return(tmp_path):
     assert {path.stem for path in tmp_path.glob("*.csv")} == {"seed_1", "seed_2", "seed_3"}
     logs = [curve(tmp_path / f"seed_{seed}.csv") for seed in (1, 2, 3)]
     assert logs[0] != logs[1] != logs[2]
+
+
+def test_self_play(tmp_path):
+    """Within seconds, networks play better than before, but not as well as the check expects."""
+    command = [sys.executable, "examples/self_play.py", "--smoke", "--check", "--output", str(tmp_path / "three")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
+    assert "expected at least 95% of the games against random moves won" in done.stderr
+    logs = [curve(tmp_path / "three" / f"seed_{seed}.csv") for seed in (1, 2, 3)]
+    assert logs[0] != logs[1] != logs[2]
+    first, last = (sum(float(log[row]["random"]) for log in logs) / 3 for row in (0, -1))
+    assert last > first
+    printed = run("examples/self_play.py", "--smoke", "--num-workers", "1", "--output", str(tmp_path / "one"))
+    assert curve(tmp_path / "one" / "seed_1.csv") == logs[0]  # with any number of workers
+    assert (tmp_path / "one" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert re.search(r"learner against version 0 +: +[1-9]\d* games", printed)
+    assert re.search(r"learner against itself +: +[1-9]\d* games", printed)
 
 
 def test_async_and_sync_stepping(tmp_path):
