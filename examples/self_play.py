@@ -7,6 +7,9 @@ It needs `pip install -e ".[examples]"`. `Policies` lets the learner play both s
 plays one side against a version that is drawn for each game: in half of these games, each version is equally likely,
 and in the other half, versions that win more often are drawn more often. The learner trains on all its own moves.
 The same `--seed` gives the same curve, with every number of workers.
+
+Why not tic-tac-toe: there, the best player wins only 96.7 % of its games against random moves, 99.5 % if it begins and
+93.9 % if it does not, since random moves draw some games.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import copy
 import csv
 import dataclasses
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,20 +50,22 @@ class Args:
     """number of environments"""
     num_workers: int | None = None
     """number of worker processes; by default one per CPU"""
-    updates: int = 80
+    updates: int = 70
     num_steps: int = 32
     """steps of each environment between updates"""
     version_every: int = 10
     """updates between two versions, and between two tests"""
     both_sides: float = 0.3
     """share of the games in which the learner plays both sides"""
-    epochs: int = 4
-    minibatches: int = 4
-    learning_rate: float = 1e-3
-    gamma: float = 0.98
+    noise: float = 0.1
+    """share of random moves of earlier versions, so that the learner sees more positions"""
+    epochs: int = 3
+    minibatches: int = 8
+    learning_rate: float = 4e-3
+    gamma: float = 0.97
     gae_lambda: float = 0.9
     clip: float = 0.2
-    entropy: float = 0.02
+    entropy: float = 0.03
     channels: int = 48
     test_games: int = 200
     """games against random moves, and as many against earlier versions"""
@@ -108,17 +114,16 @@ def random(rows: Rows) -> np.ndarray:
     return np.where(rows.action_masks, [generator.random(7) for generator in rows.rngs], -1.0).argmax(-1)
 
 
-def player(network: Network, rng: np.random.Generator, *, draw: bool) -> Player:
-    """Moves of a network: drawn, or the most likely ones."""
+def player(network: Network, rng: np.random.Generator | None = None, *, noise: float = 0.0) -> Player:
+    """Moves of a network: with `rng` they are drawn, and a share of them is random; without, they are the best ones."""
 
     @torch.no_grad()
     def act(rows: Rows) -> np.ndarray:
         boards, masks = torch.from_numpy(rows.observations["observation"]), torch.from_numpy(rows.action_masks)
         scores = network.log_probs(boards, masks)[0].numpy()
-        if draw:
-            in_rollout = rows.rngs is None
-            drawn = rng.random(scores.shape) if in_rollout else [generator.random(7) for generator in rows.rngs]
-            scores = scores - np.log(-np.log(drawn))
+        if rng is not None:
+            at_random = rng.random((len(scores), 1)) < noise
+            scores = np.where(at_random & masks.numpy(), 0.0, scores) + rng.gumbel(size=scores.shape)
         return scores.argmax(-1)
 
     return act
@@ -129,13 +134,13 @@ class League:
 
     def __init__(self, args: Args) -> None:
         self.args, self.rng = args, np.random.default_rng(args.seed)
-        self.learner, self.versions = Network(args.channels), list[str]()
-        self.policies = Policies({"learner": player(self.learner, self.rng, draw=True)}, choose=self.choose)
+        self.learner, self.versions = Network(args.channels), dict[str, Network]()
+        self.policies = Policies({"learner": player(self.learner, self.rng)}, choose=self.choose)
         self.add_version()
 
     def add_version(self) -> None:
-        self.versions.append(f"version {len(self.versions)}")
-        self.policies[self.versions[-1]] = player(copy.deepcopy(self.learner), self.rng, draw=True)
+        name, network = f"version {len(self.versions)}", copy.deepcopy(self.learner)
+        self.versions[name], self.policies[name] = network, player(network, self.rng, noise=self.args.noise)
         self.weigh()
 
     def weigh(self) -> None:
@@ -147,7 +152,7 @@ class League:
     def choose(self, episode: StartedEpisode, rng: np.random.Generator) -> dict[Any, str]:
         if rng.random() < self.args.both_sides:
             return dict.fromkeys(episode.agents, "learner")
-        opponent, side = self.versions[rng.choice(len(self.versions), p=self.chances)], rng.integers(2)
+        opponent, side = [*self.versions][rng.choice(len(self.versions), p=self.chances)], rng.integers(2)
         return {agent: "learner" if place == side else opponent for place, agent in enumerate(episode.agents)}
 
     def win_rate(self, opponents: dict[str, Player], games: int) -> float:
@@ -158,7 +163,7 @@ class League:
             both = ["learner", names[episode.number // 2 % len(names)]]
             return dict(zip(episode.agents, both if episode.number % 2 == 0 else both[::-1]))
 
-        policies = Policies({"learner": player(self.learner, self.rng, draw=False), **opponents}, choose=choose)
+        policies = Policies({"learner": player(self.learner), **opponents}, choose=choose)
         with make(GAME, 32, facade="stacked", backend="serial", auto_reset=False) as env:
             result = evaluate(env, policies, games, seed=1_000_000 + self.args.seed, action_masks=True)
         assert result.policies is not None
@@ -166,7 +171,7 @@ class League:
         return float(np.any(won, axis=0).mean())
 
     def test(self) -> dict[str, float]:
-        versions = {name: self.policies[name] for name in self.versions}
+        versions = {name: player(network, self.rng) for name, network in self.versions.items()}
         games = self.args.test_games
         return {"random": self.win_rate({"random": random}, games), "versions": self.win_rate(versions, games)}
 
@@ -205,7 +210,13 @@ def train(args: Args) -> tuple[League, list[dict[str, float]]]:
     torch.manual_seed(args.seed)
     league = League(args)
     optimizer = torch.optim.Adam(league.learner.parameters(), lr=args.learning_rate, eps=1e-5)
-    log: list[dict[str, float]] = [{"updates": 0, "steps": 0, **league.test()}]
+    start = time.perf_counter()
+
+    def row(updates: int) -> dict[str, float]:
+        steps, seconds = updates * args.num_steps * args.num_envs, time.perf_counter() - start
+        return {"updates": updates, "steps": steps, "seconds": seconds, **league.test()}
+
+    log = [row(0)]
     with make(GAME, args.num_envs, seed=1000 * args.seed, num_workers=args.num_workers, facade="stacked") as env:
         rollout = Rollout(env, args.num_steps, action_masks=True)
         for number in track(range(1, args.updates + 1), f"seed {args.seed}"):
@@ -214,7 +225,7 @@ def train(args: Args) -> tuple[League, list[dict[str, float]]]:
             update(league.learner, optimizer, data, args, league.policies.index("learner"))
             league.weigh()
             if number % args.version_every == 0 or number == args.updates:
-                log.append({"updates": number, "steps": number * args.num_steps * args.num_envs, **league.test()})
+                log.append(row(number))
                 league.add_version()
     return league, log
 
@@ -240,12 +251,12 @@ def save(logs: dict[int, list[dict[str, float]]], output: Path) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.smoke:
-        args = dataclasses.replace(args, num_envs=16, updates=6, version_every=3, test_games=60)
+        args = dataclasses.replace(args, num_envs=16, updates=6, version_every=6, test_games=100)
     logs, won = {}, {}
     for seed in range(args.seed, args.seed + (3 if args.check else 1)):
         league, logs[seed] = train(dataclasses.replace(args, seed=seed))
         won[seed] = logs[seed][-1]["random"]
-        print("games and mean return of each pairing:")
+        print(f"seed {seed}: games and mean return of each pairing")
         for policy, others, games, mean_return in league.policies.table():
             print(f"{policy:>10} against {', '.join(others) or 'itself':<10}: {games:5} games, {mean_return:5.2f}")
         print(f"seed {seed}: {won[seed]:.1%} of {args.test_games} games against random moves won")
