@@ -1,7 +1,7 @@
 """Self-play: PPO learns connect four against earlier versions of its own network.
 
-    python examples/self_play.py            one run: a CSV log, the learning curve as a PNG, the table of pairings
-    python examples/self_play.py --check    three seeds; fails unless each wins 95 % of its games against random moves
+    python examples/self_play.py                      a CSV log, the learning curve as a PNG, the table of pairings
+    python examples/self_play.py --seeds 3 --check    three seeds; fails unless each wins 95 % against random moves
 
 It needs `pip install -e ".[examples]"`. `Policies` lets the learner play both sides in some games. In the others, it
 plays one side against a version that is drawn for each game: in half of these games, each version is equally likely,
@@ -46,6 +46,8 @@ class Args:
     """PPO on connect four, against earlier versions of the network."""
 
     seed: int = 1
+    seeds: int = 1
+    """number of trainings, with `seed`, `seed + 1` and so on"""
     num_envs: int = 64
     """number of environments"""
     num_workers: int | None = None
@@ -57,7 +59,7 @@ class Args:
     """updates between two versions, and between two tests"""
     both_sides: float = 0.3
     """share of the games in which the learner plays both sides"""
-    noise: float = 0.1
+    noise: float = 0.25
     """share of random moves of earlier versions, so that the learner sees more positions"""
     epochs: int = 3
     minibatches: int = 8
@@ -72,7 +74,7 @@ class Args:
     output: Path = Path("runs/self_play")
     """folder of the logs and the curves"""
     check: bool = False
-    """train with three seeds; fail unless each wins enough games"""
+    """fail unless each seed wins enough games against random moves"""
     smoke: bool = False
     """a run of a few seconds, too short to pass the check"""
 
@@ -251,9 +253,9 @@ def save(logs: dict[int, list[dict[str, float]]], output: Path) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.smoke:
-        args = dataclasses.replace(args, num_envs=16, updates=6, version_every=6, test_games=100)
+        args = dataclasses.replace(args, num_envs=32, updates=6, version_every=6, test_games=40)
     logs, won = {}, {}
-    for seed in range(args.seed, args.seed + (3 if args.check else 1)):
+    for seed in range(args.seed, args.seed + args.seeds):
         league, logs[seed] = train(dataclasses.replace(args, seed=seed))
         won[seed] = logs[seed][-1]["random"]
         print(f"seed {seed}: games and mean return of each pairing")

@@ -87,18 +87,17 @@ def test_failing_check_of_the_return(tmp_path):
 
 
 def test_self_play(tmp_path):
-    """Within seconds, networks play better than before, but not as well as the check expects."""
-    command = [sys.executable, "examples/self_play.py", "--smoke", "--check", "--output", str(tmp_path / "three")]
+    """Within seconds, the network plays better than before, but not as well as the check expects."""
+    arguments = ["examples/self_play.py", "--smoke", "--seed", "2", "--output"]
+    command = [sys.executable, *arguments, str(tmp_path / "2"), "--num-workers", "2", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1, done.stderr
     assert "expected at least 95% of the games against random moves won" in done.stderr
-    logs = [curve(tmp_path / "three" / f"seed_{seed}.csv") for seed in (1, 2, 3)]
-    assert logs[0] != logs[1] != logs[2]
-    first, last = (sum(float(log[row]["random"]) for log in logs) / 3 for row in (0, -1))
-    assert last > first
-    printed = run("examples/self_play.py", "--smoke", "--num-workers", "1", "--output", str(tmp_path / "one"))
-    assert curve(tmp_path / "one" / "seed_1.csv") == logs[0]  # with any number of workers
-    assert (tmp_path / "one" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    log = curve(tmp_path / "2" / "seed_2.csv")
+    assert float(log[-1]["random"]) > float(log[0]["random"])
+    printed = run(*arguments, str(tmp_path / "1"), "--num-workers", "1")
+    assert curve(tmp_path / "1" / "seed_2.csv") == log  # with any number of workers
+    assert (tmp_path / "1" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert re.search(r"learner against version 0 +: +[1-9]\d* games", printed)
     assert re.search(r"learner against itself +: +[1-9]\d* games", printed)
 
