@@ -5,8 +5,9 @@
 
 It needs `pip install -e ".[examples]"`. `Policies` lets the learner play both sides in some games. In the others, it
 plays one side against a version that is drawn for each game: in half of these games, each version is equally likely,
-and in the other half, versions that win more often are drawn more often. The learner trains on all its own moves.
-The same `--seed` gives the same curve, with every number of workers.
+and in the other half, versions that win more often are drawn more often. A quarter of the versions' moves is random, so
+that the learner sees more positions. The learner trains on all its own moves. The same `--seed` gives the same curve,
+with every number of workers.
 
 Why not tic-tac-toe: there, the best player wins only 96.7 % of its games against random moves, 99.5 % if it begins and
 93.9 % if it does not, since random moves draw some games.
