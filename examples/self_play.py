@@ -29,7 +29,7 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
-from rich.progress import track
+from rich.progress import Progress
 from torch import nn
 
 from marl_parallel import Policies, Rollout, RolloutArrays, Rows, StartedEpisode, evaluate, gae, make, pfsp_weights
@@ -158,7 +158,7 @@ class League:
         opponent, side = [*self.versions][rng.choice(len(self.versions), p=self.chances)], rng.integers(2)
         return {agent: "learner" if place == side else opponent for place, agent in enumerate(episode.agents)}
 
-    def win_rate(self, opponents: dict[str, Player], games: int) -> float:
+    def win_rate(self, opponents: dict[str, Player], progress: Callable[[int, int], object]) -> float:
         """The share of games that the learner wins with its most likely moves; each side plays half of the games."""
         names = [*opponents]
 
@@ -168,15 +168,15 @@ class League:
 
         policies = Policies({"learner": player(self.learner), **opponents}, choose=choose)
         with make(GAME, 32, facade="stacked", backend="serial", auto_reset=False) as env:
-            result = evaluate(env, policies, games, seed=1_000_000 + self.args.seed, action_masks=True)
+            seed = 1_000_000 + self.args.seed
+            result = evaluate(env, policies, self.args.test_games, seed, action_masks=True, progress=progress)
         assert result.policies is not None
         won = [(returns > 0) & (result.policies[agent] == "learner") for agent, returns in result.returns.items()]
         return float(np.any(won, axis=0).mean())
 
-    def test(self) -> dict[str, float]:
+    def test(self, progress: Callable[[int, int], object]) -> dict[str, float]:
         versions = {name: player(network, self.rng) for name, network in self.versions.items()}
-        games = self.args.test_games
-        return {"random": self.win_rate({"random": random}, games), "versions": self.win_rate(versions, games)}
+        return {"random": self.win_rate({"random": random}, progress), "versions": self.win_rate(versions, progress)}
 
 
 def update(network: Network, optimizer: torch.optim.Optimizer, data: RolloutArrays, args: Args, index: int) -> None:
@@ -208,25 +208,28 @@ def update(network: Network, optimizer: torch.optim.Optimizer, data: RolloutArra
             optimizer.step()
 
 
-def train(args: Args) -> tuple[League, list[dict[str, float]]]:
+def train(args: Args, bars: Progress) -> tuple[League, list[dict[str, float]]]:
     """One run; returns the league and its log, with a row for each test."""
     torch.manual_seed(args.seed)
     league = League(args)
     optimizer = torch.optim.Adam(league.learner.parameters(), lr=args.learning_rate, eps=1e-5)
     start = time.perf_counter()
+    trained, tested = bars.add_task(f"seed {args.seed}", total=args.updates), bars.add_task("test games")
 
     def row(updates: int) -> dict[str, float]:
         steps, seconds = updates * args.num_steps * args.num_envs, time.perf_counter() - start
-        return {"updates": updates, "steps": steps, "seconds": seconds, **league.test()}
+        shares = league.test(lambda done, total: bars.update(tested, completed=done, total=total))
+        return {"updates": updates, "steps": steps, "seconds": seconds, **shares}
 
     log = [row(0)]
     with make(GAME, args.num_envs, seed=1000 * args.seed, num_workers=args.num_workers, facade="stacked") as env:
         rollout = Rollout(env, args.num_steps, action_masks=True)
-        for number in track(range(1, args.updates + 1), f"seed {args.seed}"):
+        for number in range(1, args.updates + 1):
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - (number - 1) / args.updates)
             data = rollout.collect(league.policies)
             update(league.learner, optimizer, data, args, league.policies.index("learner"))
             league.weigh()
+            bars.update(trained, completed=number)
             if number % args.version_every == 0 or number == args.updates:
                 log.append(row(number))
                 league.add_version()
@@ -257,7 +260,8 @@ def main(args: Args) -> None:
         args = dataclasses.replace(args, num_envs=32, updates=3, version_every=3, test_games=40)
     logs, won = {}, {}
     for seed in range(args.seed, args.seed + args.seeds):
-        league, logs[seed] = train(dataclasses.replace(args, seed=seed))
+        with Progress() as bars:
+            league, logs[seed] = train(dataclasses.replace(args, seed=seed), bars)
         won[seed] = logs[seed][-1]["random"]
         print(f"seed {seed}: games and mean return of each pairing")
         for policy, others, games, mean_return in league.policies.table():
