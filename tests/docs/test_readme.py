@@ -27,11 +27,14 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 FRAMEWORKS = "docs/frameworks/"
-LIBRARIES = {"agilerl", "ray", "skrl", "stable_baselines3", "tianshou", "torchrl"}
+LIBRARIES = {"agilerl", "ray", "rl_games", "skrl", "stable_baselines3", "tianshou", "torchrl", "xuance"}
 # Pages that explain what other pages and tests cover as well, or that need libraries of `.ci/run`.
 REST = (
     *(f"docs/recipes/{name}.md" for name in ("gae", "heterogeneous_teams", "mappo", "self_play")),
-    *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "skrl", "tianshou", "torchrl")),
+    *(
+        f"{FRAMEWORKS}{name}.md"
+        for name in ("agilerl", "cleanrl", "rl_games", "rllib", "sb3", "skrl", "tianshou", "torchrl", "xuance")
+    ),
     "docs/agents.md",
     "docs/index.md",
     "docs/recipes/video.md",
