@@ -309,7 +309,9 @@ class _OnlyActingRows(Transform):  # type: ignore[misc, unused-ignore]
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         group = tensordict.get(self.group)
         if group.get("advantage", None) is not None:
-            acts, is_present = (group.get(key).unsqueeze(-1) for key in ("mask", "present"))
-            group.set("advantage", group.get("advantage") * acts)
-            group.set("value_target", torch.where(is_present, group.get("value_target"), group.get("state_value")))
+            # After its end, an agent is present once more, with its last observation; after the next step, it is not.
+            is_there = group.get("present") & tensordict.get(("next", self.group, "present"))
+            group.set("advantage", group.get("advantage") * group.get("mask").unsqueeze(-1))
+            targets, values = group.get("value_target"), group.get("state_value")
+            group.set("value_target", torch.where(is_there.unsqueeze(-1), targets, values))
         return tensordict

@@ -1,0 +1,276 @@
+"""BenchMARL's MAPPO and QMIX on tasks from yaml: with turns, agents that die, masks and a global state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarl.algorithms import MappoConfig, QmixConfig
+from benchmarl.environments import task_config_registry
+from benchmarl.experiment import Callback, Experiment, ExperimentConfig
+from benchmarl.hydra_config import load_task_config_from_hydra
+from benchmarl.models.mlp import MlpConfig
+from hydra import compose, initialize_config_module
+from pettingzoo.classic import tictactoe_v3
+from simulators.dying_agents import DyingAgents
+from simulators.skirmish import Skirmish
+
+from marl_parallel.benchmarl import BenchMARLTask, benchmarl_tasks
+
+pytestmark = pytest.mark.needs("benchmarl")
+SEED, ENVS, STEPS, EPISODES = 3, 4, 20, 3
+
+SPREAD = """
+name: mpe2.simple_spread_v3
+max_steps: 25
+env_kwargs: {max_cycles: 12, render_mode: rgb_array}
+discrete_actions: true
+continuous_actions: {continuous_actions: true}
+num_workers: 2
+"""
+DYING = """
+name: simulators.dying_agents:DyingAgents
+max_steps: 12
+num_workers: 2
+facade_kwargs: {group_map: {all: [x, y, z]}}
+"""
+TICTACTOE = """
+name: pettingzoo.classic.tictactoe_v3
+max_steps: 9
+num_workers: 2
+facade_kwargs: {group_map: {crosses: [player_1], noughts: [player_2]}}
+"""
+SKIRMISH = """
+name: simulators.skirmish:Skirmish
+max_steps: 9
+backend: serial
+"""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Other tests have the other CPUs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- plain loops -------------------------------------------------------------------------------------------------------
+
+
+class DyingLoop:
+    """Values by agent, for agents that have one; `is_over` is whether the episode has ended."""
+
+    agents = ("x", "y", "z")
+
+    def __init__(self, seed: int) -> None:
+        self.env = DyingAgents()
+        self.reset(seed)
+
+    def reset(self, seed: int | None = None) -> None:
+        self.seen, _ = self.env.reset(seed=seed)
+        self.acting, self.is_over = {*self.seen}, False
+
+    def step(self, actions: dict[str, int]) -> None:
+        self.seen, self.rewards, terminated, truncated, _ = self.env.step(actions)
+        self.is_over = terminated["__all__"]
+        self.ended = {agent for agent in self.seen if terminated[agent] or truncated[agent]}
+        self.acting -= self.ended
+
+    def masks(self) -> dict[str, Any]:
+        return {}
+
+    def state(self) -> Any:
+        return None
+
+
+class TictactoeLoop:
+    agents = ("player_1", "player_2")
+
+    def __init__(self, seed: int) -> None:
+        self.env = tictactoe_v3.env()
+        self.reset(seed)
+
+    def observe(self) -> None:
+        seen = {agent: self.env.observe(agent) for agent in self.agents}
+        self.seen = {agent: one["observation"] for agent, one in seen.items()}
+        self.mask = seen[self.env.agent_selection]["action_mask"]
+        self.acting = set() if self.is_over else {self.env.agent_selection}
+
+    def reset(self, seed: int | None = None) -> None:
+        self.env.reset(seed=seed)
+        self.is_over = False
+        self.observe()
+
+    def step(self, actions: dict[str, int]) -> None:
+        (action,) = actions.values()
+        assert self.mask[action], "an action that is not allowed"
+        self.env.step(action)
+        self.rewards = dict(self.env.rewards)
+        self.ended = {agent for agent, ends in self.env.terminations.items() if ends}
+        self.is_over = bool(self.ended)
+        self.observe()
+
+    def masks(self) -> dict[str, Any]:
+        return dict.fromkeys(self.acting, self.mask)
+
+    def state(self) -> Any:
+        return None
+
+
+class SkirmishLoop:
+    def __init__(self, seed: int) -> None:
+        self.env = Skirmish(seed)
+        self.agents = tuple(f"agent_{i}" for i in range(self.env.n_agents))
+        self.reset()
+
+    def reset(self, seed: int | None = None) -> None:
+        self.env.reset()
+        self.is_over = False
+        self.observe()
+
+    def observe(self) -> None:
+        self.seen = dict(zip(self.agents, self.env.get_obs()))
+        self.acting = set() if self.is_over else {*self.agents}
+
+    def step(self, actions: dict[str, int]) -> None:
+        reward, self.is_over, _ = self.env.step([actions[agent] for agent in self.agents])
+        self.rewards = dict.fromkeys(self.agents, reward)
+        self.ended = {*self.agents} if self.is_over else set()
+        self.observe()
+
+    def masks(self) -> dict[str, Any]:
+        return dict(zip(self.agents, self.env.get_avail_actions())) if not self.is_over else {}
+
+    def state(self) -> Any:
+        return self.env.get_state()
+
+
+def compare(batch: Any, loop_of: Any, groups: dict[str, list[str]]) -> dict[str, int]:
+    """Compare all values of a batch with loops that take its actions; returns what there was to see."""
+    found = {"deaths": 0, "episodes": 0, "waits": 0}
+    where = {agent: (group, row) for group, agents in groups.items() for row, agent in enumerate(agents)}
+    assert {*where} == {*loop_of(0).agents}
+    for env_id in range(ENVS):
+        loop = loop_of(SEED + env_id)
+        for step in batch[env_id].unbind(0):
+            observed(step, loop, where)
+            found["waits"] += len(where) - len(loop.acting)
+            loop.step({agent: int(step[where[agent][0], "action"][where[agent][1]]) for agent in loop.acting})
+            following = step["next"]
+            for agent, (group, row) in where.items():
+                assert following[group, "reward"][row].item() == pytest.approx(loop.rewards.get(agent, 0)), agent
+                assert following[group, "done"][row].item() == (loop.is_over or agent in loop.ended), agent
+            assert following["done"].item() == loop.is_over
+            observed(following, loop, where)
+            found["deaths"] += len(loop.ended) if not loop.is_over else 0
+            found["episodes"] += loop.is_over
+            if loop.is_over:
+                loop.reset()
+    return found
+
+
+def observed(step: Any, loop: Any, where: dict[str, tuple[str, int]]) -> None:
+    masks, state = loop.masks(), loop.state()
+    for agent, (group, row) in where.items():
+        seen = step[group, "observation"][row]
+        seen = seen if isinstance(seen, torch.Tensor) else seen["observation"]  # of a dict
+        assert seen.dtype is torch.float32
+        assert np.array_equal(seen, np.asarray(loop.seen.get(agent, np.zeros(seen.shape)), np.float32)), agent
+        assert step[group, "present"][row].item() == (agent in loop.seen), agent
+        assert step[group, "mask"][row].item() == (agent in loop.acting), agent
+        if agent in masks:
+            assert step[group, "action_mask"][row].tolist() == [bool(one) for one in masks[agent]], agent
+    if state is not None:
+        assert np.array_equal(step["state"], state)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Record(Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[Any] = []
+        self.evaluations: list[list[Any]] = []
+        self.ignored = 0
+
+    def on_batch_collected(self, batch: Any) -> None:
+        self.batches.append(batch.clone())
+
+    def on_train_step(self, batch: Any, group: str) -> None:
+        of_group = batch[group]
+        if "advantage" in of_group.keys():
+            ignored = ~of_group["mask"]
+            absent = ~(of_group["present"] & batch["next", group, "present"])
+            assert not of_group["advantage"][ignored].any()
+            assert of_group["advantage"][~ignored].any()
+            assert torch.equal(of_group["value_target"][absent], of_group["state_value"][absent])
+            self.ignored += int(ignored.sum())
+
+    def on_evaluation_end(self, rollouts: list[Any]) -> None:
+        self.evaluations.append(rollouts)
+
+
+def experiment(task: BenchMARLTask, algorithm: Any, folder: Path, callback: Callback | None = None) -> Experiment:
+    config = ExperimentConfig.get_from_yaml()
+    config.max_n_iters, config.max_n_frames = 2, None
+    for kind in ("on_policy", "off_policy"):
+        setattr(config, f"{kind}_n_envs_per_worker", ENVS)
+        setattr(config, f"{kind}_collected_frames_per_batch", ENVS * STEPS)
+    config.on_policy_minibatch_size, config.on_policy_n_minibatch_iters = ENVS * STEPS // 2, 2
+    config.off_policy_train_batch_size, config.off_policy_n_optimizer_steps = ENVS * STEPS // 2, 4
+    config.evaluation_interval, config.evaluation_episodes = ENVS * STEPS, EPISODES
+    config.loggers, config.save_folder = [], str(folder)
+    model, critic = MlpConfig.get_from_yaml(), MlpConfig.get_from_yaml()
+    # Observations of tictactoe are planes.
+    model.num_feature_dims = critic.num_feature_dims = 3 if "tictactoe" in task.name else 1
+    return Experiment(
+        task=task,
+        algorithm_config=algorithm.get_from_yaml(),
+        model_config=model,
+        critic_model_config=critic,
+        seed=SEED,
+        config=config,
+        callbacks=[callback] if callback else [],
+    )
+
+
+CASES: dict[str, tuple[str, Any]] = {
+    "spread": (SPREAD, None),
+    "dying": (DYING, DyingLoop),
+    "tictactoe": (TICTACTOE, TictactoeLoop),
+    "skirmish": (SKIRMISH, SkirmishLoop),
+}
+
+
+@pytest.mark.parametrize("algorithm", [MappoConfig, QmixConfig])
+@pytest.mark.parametrize("case", CASES)
+def test_training(case, algorithm, tmp_path):
+    """Two iterations, each with an evaluation; what BenchMARL collects equals a plain loop with the same actions."""
+    text, loop_of = CASES[case]
+    file = tmp_path / f"{case}.yaml"
+    file.write_text(text)
+    record = Record()
+    trained = experiment(BenchMARLTask.from_yaml(file), algorithm, tmp_path, record)
+    before = [parameter.detach().clone() for loss in trained.losses.values() for parameter in loss.parameters()]
+    trained.run()
+    after = [parameter for loss in trained.losses.values() for parameter in loss.parameters()]
+    assert any(not torch.equal(one, other) for one, other in zip(before, after))
+    assert all(parameter.isfinite().all() for parameter in after)
+    assert [len(rollouts) for rollouts in record.evaluations] == [EPISODES, EPISODES]
+    assert (trained.state_spec is not None) == (case in ("spread", "skirmish"))
+    assert (trained.action_mask_spec is not None) == (case in ("tictactoe", "skirmish"))
+    assert trained.continuous_actions == (case == "spread" and algorithm is MappoConfig)
+    if loop_of is not None:
+        batch = torch.cat(record.batches, 1)
+        assert batch.shape == (ENVS, 2 * STEPS)
+        found = compare(batch, loop_of, trained.group_map)
+        assert found["episodes"] > ENVS
+        assert (found["deaths"] > ENVS) == (case == "dying")
+        assert (found["waits"] > ENVS) == (case in ("dying", "tictactoe"))
+        assert (record.ignored > 0) == (algorithm is MappoConfig and case in ("dying", "tictactoe"))
