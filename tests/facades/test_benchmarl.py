@@ -15,7 +15,7 @@ from benchmarl.hydra_config import load_task_config_from_hydra
 from benchmarl.models.mlp import MlpConfig
 from hydra import compose, initialize_config_module
 from pettingzoo.classic import tictactoe_v3
-from simulators.dying_agents import DyingAgents
+from simulators.dying_agents import DyingAgents, TwoMaskedAgents
 from simulators.skirmish import Skirmish
 
 from marl_parallel.benchmarl import BenchMARLTask, benchmarl_tasks
@@ -274,3 +274,136 @@ def test_training(case, algorithm, tmp_path):
         assert (found["deaths"] > ENVS) == (case == "dying")
         assert (found["waits"] > ENVS) == (case in ("dying", "tictactoe"))
         assert (record.ignored > 0) == (algorithm is MappoConfig and case in ("dying", "tictactoe"))
+
+
+def test_restarts_are_logged(tmp_path):
+    """Each environment raises once; its episode ends there, and training goes on."""
+    config = {
+        "name": "simulators.dying_agents:Interrupted",
+        "max_steps": 9,
+        "backend": "serial",
+        "on_error": "restart",
+        "restart_policy": {"max_restarts": 30},
+        "facade_kwargs": {"group_map": {"all": ["x", "y", "z"]}},
+    }
+    task, record = BenchMARLTask("interrupted", config), Record()
+    experiment(task, MappoConfig, tmp_path, record).run()
+    assert [task.log_info(batch) for batch in record.batches] == [
+        {"collection/restarts": ENVS},
+        {"collection/restarts": 0},
+    ]
+
+
+def test_frames_of_evaluations():
+    """A simulator renders if it was constructed to do so."""
+    config = {"name": "mpe2.simple_spread_v3", "max_steps": 25, "backend": "serial"}
+    for keywords, renders in (({}, False), ({"render_mode": "rgb_array"}, True)):
+        task = BenchMARLTask("spread", {**config, "env_kwargs": keywords})
+        env = task.get_env_fun(2, False, SEED, "cpu")()
+        env.reset()
+        assert task.has_render(env) == renders
+        if renders:
+            assert np.asarray(task.render_callback(None, env, None)).shape[2:] == (3,)
+        env.close()
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_a_folder(tmp_path):
+    """An enum of BenchMARL, which its command line knows by the names of the files."""
+    folder = tmp_path / "task" / "marl_parallel"
+    folder.mkdir(parents=True)
+    (folder / "spread.yaml").write_text(SPREAD)
+    (folder / "game.yaml").write_text(TICTACTOE)
+    tasks = benchmarl_tasks(folder)
+    assert [task.name for task in tasks] == ["GAME", "SPREAD"]
+    assert task_config_registry["marl_parallel/spread"] is tasks.SPREAD
+    task = tasks.SPREAD.get_task()
+    assert task.config["env_kwargs"] == {"max_cycles": 12, "render_mode": "rgb_array"}
+    assert task == tasks.SPREAD.get_from_yaml(str(folder / "spread.yaml"))
+    assert tasks.GAME.get_task(config={"name": "other", "max_steps": 2}).config["name"] == "other"
+    with initialize_config_module("benchmarl.conf", version_base=None):
+        overrides = ["algorithm=qmix", "task=marl_parallel/spread", "task.env_kwargs.max_cycles=7"]
+        config = compose("config", [*overrides, f"hydra.searchpath=[file://{tmp_path}]"])
+    loaded = load_task_config_from_hydra(config.task, "marl_parallel/spread")
+    assert loaded.name == "SPREAD"
+    assert loaded.config == {**task.config, "env_kwargs": {"max_cycles": 7, "render_mode": "rgb_array"}}
+
+
+def test_wrappers_and_chosen_actions():
+    config = {
+        "name": "mpe2.simple_speaker_listener_v4",
+        "max_steps": 25,
+        "backend": "serial",
+        "wrappers": ["marl_parallel.wrappers:pad_spaces"],
+        "facade_kwargs": {"return_state": False, "group_map": {"both": ["speaker_0", "listener_0"]}},
+        "discrete_actions": {"max_cycles": 5},
+        "continuous_actions": {"continuous_actions": True},
+    }
+    task = BenchMARLTask("talk", config)
+    assert task.supports_continuous_actions()
+    assert task.supports_discrete_actions()
+    env = task.get_env_fun(2, False, SEED, "cpu")()
+    assert task.group_map(env) == {"both": ["speaker_0", "listener_0"]}
+    assert task.state_spec(env) is None
+    assert task.observation_spec(env)["both", "observation"].shape == (2, 11)
+    assert env.rollout(30, break_when_any_done=False)["next", "done"].sum() == 2 * 6
+    env.close()
+    only = BenchMARLTask("talk", {key: value for key, value in config.items() if key != "discrete_actions"})
+    assert not only.supports_discrete_actions()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"name": "mpe2.simple_spread_v3"}, "no 'max_steps'"),
+        ({"max_steps": 25}, "no 'name'"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "seed": 3}, "'seed', but BenchMARL sets it"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "auto_reset": True}, "'auto_reset'"),
+    ],
+)
+def test_wrong_configurations(config, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        BenchMARLTask("wrong", config)
+
+
+class HalfMasked(TwoMaskedAgents):
+    """One agent observes its mask, the other one has none."""
+
+    def __init__(self) -> None:
+        super().__init__(in_dicts=True)
+
+    def observation_space(self, agent: str) -> Any:
+        whole: Any = super().observation_space(agent)
+        return whole if agent == "long" else whole["at"]
+
+    def masked(self, seen: dict, infos: dict) -> tuple[dict, dict]:
+        seen, infos = super().masked(seen, infos)
+        return {agent: one if agent == "long" else one["at"] for agent, one in seen.items()}, infos
+
+
+def test_errors_of_the_environments(tmp_path):
+    spread = {"name": "mpe2.simple_spread_v3", "max_steps": 25, "backend": "serial"}
+    with pytest.raises(ValueError, match=r"declares continuous actions, .* set discrete_actions: true"):
+        BenchMARLTask("spread", {**spread, "continuous_actions": True}).get_env_fun(2, True, SEED, "cpu")()
+    with pytest.raises(TypeError, match="num_wrkers"):
+        BenchMARLTask("spread", {**spread, "num_wrkers": 2}).get_env_fun(2, False, SEED, "cpu")()
+    mixed = {"name": HalfMasked, "max_steps": 25, "backend": "serial"}
+    task = BenchMARLTask("mixed", mixed)
+    env = task.get_env_fun(2, False, SEED, "cpu")()
+    with pytest.raises(ValueError, match=r"groups \['long'\] have action masks, but groups \['short'\] have none"):
+        task.action_mask_spec(env)
+    env.close()
+    task = BenchMARLTask("mixed", {**mixed, "facade_kwargs": {"info_masks": True}})
+    env = task.get_env_fun(2, False, SEED, "cpu")()
+    assert [*task.action_mask_spec(env)] == ["long", "short"]
+    env.close()
+    with pytest.raises(FileNotFoundError, match="no yaml files"):
+        benchmarl_tasks(tmp_path)
+    (tmp_path / "Spread.yaml").write_text(SPREAD)
+    with pytest.raises(ValueError, match=r"rename Spread\.yaml"):
+        benchmarl_tasks(tmp_path)
+    (tmp_path / "Spread.yaml").write_text("- 1")
+    with pytest.raises(TypeError, match="must have the keys of a task"):
+        BenchMARLTask.from_yaml(tmp_path / "Spread.yaml")
