@@ -3,8 +3,8 @@
     python examples/benchmarl_mappo.py              a minute
     python examples/benchmarl_mappo.py --smoke      a few seconds
 
-BenchMARL 1.5 needs TorchRL 0.10 or 0.11, so give it a virtual environment of its own: `pip install -e ".[benchmarl,mpe]"`.
-Replace the name and the keywords in `TASK` by your own environment.
+BenchMARL 1.5 needs TorchRL 0.10 or 0.11, so give it a virtual environment of its own:
+`pip install -e ".[benchmarl,mpe]"`. Replace the name and the keywords in `TASK` by your own environment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     config.on_policy_minibatch_size, config.on_policy_n_minibatch_iters = num_envs * steps // 4, 10
     config.evaluation_interval, config.evaluation_episodes = num_envs * steps, 4
     config.lr = 5e-4
-    config.render, config.loggers = True, []  # with a logger, such as "csv", videos are kept
+    config.render, config.loggers = True, []  # without a logger, videos are not kept
     with tempfile.TemporaryDirectory() as folder:
         config.save_folder = folder
         experiment = Experiment(

@@ -7,7 +7,7 @@ algorithms read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ _POLICIES = {"restart_policy": RestartPolicy, "recycle": RecyclePolicy}
 _SET_BY_BENCHMARL = ("num_envs", "facade", "seed", "auto_reset")
 
 
-class BenchMARLTask(TaskClass):  # type: ignore[misc, unused-ignore]
+class BenchMARLTask(TaskClass):
     """A task of BenchMARL: environments in worker processes, with turns and agents that die.
 
     BenchMARL's evaluation plays its `evaluation_episodes` as one batch, in environments and workers of its own.
@@ -195,7 +195,7 @@ class BenchMARLTask(TaskClass):  # type: ignore[misc, unused-ignore]
 _ACTIONS = ("discrete_actions", "continuous_actions")
 
 
-class _YamlTask(Task):  # type: ignore[misc, unused-ignore]
+class _YamlTask(Task):
     """The base of the enums of `benchmarl_tasks`."""
 
     path: Path
@@ -299,7 +299,7 @@ def _part(env: EnvBase, key: str, groups: Any = None) -> Composite:
     )
 
 
-class _OnlyActingRows(Transform):  # type: ignore[misc, unused-ignore]
+class _OnlyActingRows(Transform):
     """Takes rows whose actions are ignored out of PPO's losses."""
 
     def __init__(self, group: str) -> None:

@@ -52,6 +52,7 @@ DISTRIBUTIONS = {
 # By name of this package: what it imports when it is used.
 OURS = {
     "AgileRLVecEnv": ["agilerl"],
+    "BenchMARLTask": ["benchmarl"],
     "Monitor": ["prometheus-client"],
     "ParallelMultiAgentEnvRunner": ["ray[rllib]"],
     "RayBackend": ["ray", "ray[rllib]"],

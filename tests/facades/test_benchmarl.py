@@ -204,7 +204,7 @@ class Record(Callback):
 
     def on_train_step(self, batch: Any, group: str) -> None:
         of_group = batch[group]
-        if "advantage" in of_group.keys():
+        if of_group.get("advantage", None) is not None:
             ignored = ~of_group["mask"]
             absent = ~(of_group["present"] & batch["next", group, "present"])
             assert not of_group["advantage"][ignored].any()

@@ -28,6 +28,7 @@ LEVELS = [
     {"parallel_env"},
     {"monitoring", "recording", "vector", "wrappers"},
     {"rollouts", "making"},
+    {"benchmarl"},
     {"marl_parallel"},
     {"cli"},
     {"__main__"},
@@ -90,7 +91,7 @@ def test_imports_go_downwards(path):
 
 HEAVY = {
     "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl", "tianshou",
-    "skrl", "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas",
+    "skrl", "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas", "benchmarl", "hydra", "omegaconf",
 }  # fmt: skip
 
 
