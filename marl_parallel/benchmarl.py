@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
@@ -24,7 +24,7 @@ try:
     from benchmarl.environments.common import Task, TaskClass
     from omegaconf import OmegaConf
     from tensordict import TensorDictBase
-    from torchrl.data import Categorical, Composite, OneHot
+    from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
     from torchrl.envs import DTypeCastTransform, EnvBase, Transform
 
     from marl_parallel.vector.torchrl import TorchRLEnv
@@ -81,6 +81,9 @@ class BenchMARLTask(TaskClass):
         for key in ("name", "max_steps"):
             if key not in self.config:
                 raise ValueError(f"the task {name!r} has no {key!r}; its keys are {[*self.config]}")
+        for key in ("name", "env_kwargs"):
+            if isinstance(self.config.get(key), list | tuple):
+                raise TypeError(f"the task {name!r} has a list as {key!r}: its environments must all be the same")
         for key in _SET_BY_BENCHMARL:
             if key in self.config:
                 raise TypeError(
@@ -147,7 +150,9 @@ class BenchMARLTask(TaskClass):
     def action_mask_spec(self, env: EnvBase) -> Composite | None:
         """The masks of groups with discrete actions; None if they have none."""
         masked = _groups_with_masks(env)
-        unmasked = [group for group in env.group_map if _is_discrete(env, group) and group not in masked]
+        unmasked = [
+            group for group in env.group_map if group not in masked and _kind_of_actions(env, group) == "discrete"
+        ]
         if masked and unmasked:
             raise ValueError(
                 f"groups {masked} have action masks, but groups {unmasked} have none, and BenchMARL's algorithms read "
@@ -264,23 +269,30 @@ def _open(
     def build(env: Any) -> TorchRLEnv:
         has_state = isinstance(env.state_space, spaces.Box)
         facade = TorchRLEnv(env, **{"return_state": has_state, **(config.get("facade_kwargs") or {}), "device": device})
-        groups = [group for group in facade.group_map if _is_discrete(facade, group) != continuous]
-        if not groups:
-            kinds = {group: str(facade.full_action_spec_unbatched[group, "action"]) for group in facade.group_map}
-            right, wrong = ("continuous", "discrete") if continuous else ("discrete", "continuous")
+        actual = {_kind_of_actions(facade, group) for group in facade.group_map}
+        declared, other = ("continuous", "discrete") if continuous else ("discrete", "continuous")
+        if declared not in actual:
             raise ValueError(
-                f"the task {task!r} declares {right} actions, but the actions are {kinds}: set {wrong}_actions: true "
-                f"and {right}_actions: false in its configuration"
+                f"the task {task!r} declares {declared} actions, but its actions are {other}: set "
+                f"{other}_actions: true and {declared}_actions: false in its configuration"
             )
         return facade
 
     return facade_of(make(name, num_envs, **arguments), build)
 
 
-def _is_discrete(env: EnvBase, group: str) -> bool:
-    """Whether BenchMARL has a policy of categories for the group's actions."""
-    spec = env.full_action_spec_unbatched[group]
-    return isinstance(spec["action"], Categorical | OneHot)
+def _kind_of_actions(env: EnvBase, group: str) -> Literal["discrete", "continuous"]:
+    """Which of BenchMARL's policies the group gets; raises `ValueError` if none fits."""
+    actions, rewards = env.full_action_spec_unbatched[group, "action"], env.full_reward_spec_unbatched[group, "reward"]
+    if rewards.shape[-1] != 1:
+        raise ValueError(f"the agents of the group {group!r} get {rewards.shape[-1]} rewards each; BenchMARL takes one")
+    if type(actions) in (Categorical, OneHot):  # `MultiCategorical` and `Binary` are subclasses
+        return "discrete"
+    if isinstance(actions, Bounded | Unbounded) and actions.dtype.is_floating_point:
+        return "continuous"
+    raise ValueError(
+        f"BenchMARL has policies for Discrete and Box actions only, but the group {group!r} has the actions {actions}"
+    )
 
 
 def _groups_with_masks(env: EnvBase) -> list[str]:

@@ -16,7 +16,9 @@ from benchmarl.models.mlp import MlpConfig
 from hydra import compose, initialize_config_module
 from pettingzoo.classic import tictactoe_v3
 from simulators.dying_agents import DyingAgents, TwoMaskedAgents
+from simulators.masked_actions import refusing_multi_discrete
 from simulators.skirmish import Skirmish
+from simulators.vector_rewards import Couriers
 
 from marl_parallel.benchmarl import BenchMARLTask, benchmarl_tasks
 
@@ -361,6 +363,7 @@ def test_wrappers_and_chosen_actions():
         ({"max_steps": 25}, "no 'name'"),
         ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "seed": 3}, "'seed', but BenchMARL sets it"),
         ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "auto_reset": True}, "'auto_reset'"),
+        ({"name": ["mpe2.simple_spread_v3"], "max_steps": 25}, "a list as 'name'"),
     ],
 )
 def test_wrong_configurations(config, words):
@@ -387,6 +390,13 @@ def test_errors_of_the_environments(tmp_path):
     spread = {"name": "mpe2.simple_spread_v3", "max_steps": 25, "backend": "serial"}
     with pytest.raises(ValueError, match=r"declares continuous actions, .* set discrete_actions: true"):
         BenchMARLTask("spread", {**spread, "continuous_actions": True}).get_env_fun(2, True, SEED, "cpu")()
+    for name, words in (
+        (lambda: refusing_multi_discrete((np.ones(3, np.int8), np.ones(2, np.int8))), "Discrete and Box actions only"),
+        (Couriers, "get 2 rewards each"),
+    ):
+        unfit = {"name": name, "max_steps": 25, "backend": "serial"}
+        with pytest.raises(ValueError, match=words):
+            BenchMARLTask("unfit", unfit).get_env_fun(2, False, SEED, "cpu")()
     with pytest.raises(TypeError, match="num_wrkers"):
         BenchMARLTask("spread", {**spread, "num_wrkers": 2}).get_env_fun(2, False, SEED, "cpu")()
     mixed = {"name": HalfMasked, "max_steps": 25, "backend": "serial"}
