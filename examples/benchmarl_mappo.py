@@ -1,6 +1,6 @@
 """MAPPO of BenchMARL on simple_spread, with environments that are stepped in worker processes.
 
-    python examples/benchmarl_mappo.py              a minute
+    python examples/benchmarl_mappo.py              one to two minutes
     python examples/benchmarl_mappo.py --smoke      a few seconds
 
 BenchMARL 1.5 needs TorchRL 0.10 or 0.11, so give it a virtual environment of its own:
@@ -22,7 +22,6 @@ TASK = {
     "name": "mpe2.simple_spread_v3",
     "env_kwargs": {"max_cycles": 25, "render_mode": "rgb_array"},
     "max_steps": 25,
-    "continuous_actions": {"continuous_actions": True},  # the simulator's keyword
 }
 
 
@@ -37,7 +36,7 @@ def main() -> None:
     config.on_policy_collected_frames_per_batch = num_envs * steps
     config.on_policy_minibatch_size, config.on_policy_n_minibatch_iters = num_envs * steps // 4, 10
     config.evaluation_interval, config.evaluation_episodes = num_envs * steps, 4
-    config.lr = 5e-4
+    config.lr, config.gamma = 7e-4, 0.95
     config.render, config.loggers = True, []  # without a logger, videos are not kept
     with tempfile.TemporaryDirectory() as folder:
         config.save_folder = folder
