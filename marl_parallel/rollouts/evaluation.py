@@ -315,6 +315,7 @@ class _Evaluation:
             return
         if original.names is None:
             original.names = choices.choose(env_id, original.number, original.seed)
+            choices.kept |= {*original.names.values()}
         else:
             choices.begin(env_id, original.number, original.names)
 
@@ -450,15 +451,14 @@ class _Evaluation:
                     values[agent][index] = of_agent[index]
             infos[name], informed[name] = (values, known) if extra.per_agent else (values[None], known[None])
         repeats = {first.repeats for first in self._firsts}
-        names = [one.names for one in episodes if one.names is not None]
         return EvaluationResult(
             seeds=tuple(one.seed for one in episodes),
             team_returns=_joined([_sum(of_episode.values()) for of_episode in returns]),
             returns={agent: _joined([of_episode.get(agent) for of_episode in returns]) for agent in agents},
             lengths=np.array([one.length for one in episodes], np.int64),
-            policies={agent: np.array([of_one.get(agent) for of_one in names], object) for agent in agents}
-            if names
-            else None,
+            policies=None
+            if self._side.choices is None
+            else {agent: np.array([(one.names or {}).get(agent) for one in episodes], object) for agent in agents},
             infos=infos,
             informed=informed,
             retries=np.array([one.retries for one in episodes], np.int64),

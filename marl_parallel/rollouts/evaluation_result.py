@@ -45,8 +45,8 @@ class EvaluationResult:
             only one.
         env_ids: By constructor, its environments.
         repeats: Whether the simulator repeated its first episode. None if that is unknown: the episode failed.
-        policies: By agent, the names of the `Policies` that acted for it, strings `(E,)`; None for an agent that does
-            not appear. None as a whole if one policy was evaluated.
+        policies: By agent, the names of the `Policies` that acted for it, strings `(E,)`; None where the environment
+            has no such agent. None as a whole if one policy was evaluated.
 
     Example:
         >>> import numpy as np

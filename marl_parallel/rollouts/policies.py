@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,7 +38,8 @@ class Rows(NamedTuple):
         action_masks: bool `(r, n)`; None without `action_masks=True`.
         state: The global state of each row's environment, `(r, *state_space.shape)`; None without states.
         env_ids: int64 `(r,)`: the environment of each row.
-        begins: bool `(r,)`: whose hidden state begins anew with this observation, as in `StackedVecEnv`.
+        begins: bool `(r,)`: whose hidden state begins anew with this row: the first one of a life of the agent, and of
+            an episode. The agent may have been observed before, while others acted.
         rngs: Only in `evaluate`: a `numpy.random.Generator` for each row, objects `(r,)`, as in `Current`.
         agents: The agent of each row, objects `(r,)`.
     """
@@ -64,7 +65,7 @@ class StartedEpisode(NamedTuple):
     Attributes:
         env_id: The environment.
         number: How many episodes of this environment have ended before, also before a reset; one that a reset has cut
-            short does not count. In `evaluate`, the place of the episode's seed.
+            short does not count. In `evaluate`, the index of the episode's seed.
         agents: All agents that may appear in this environment, also those that join later.
     """
 
@@ -79,7 +80,7 @@ class Pairing(NamedTuple):
     Attributes:
         policy: The policy.
         others: The other policies that took part in these episodes, in the order of their names; empty if all agents
-            had this policy.
+            that took part had this policy.
         episodes: How many episodes have ended, also by a restart.
         mean_return: The mean over these episodes of the mean return of the policy's agents; an array for vector
             rewards, NaN if their lengths differ.
@@ -99,26 +100,27 @@ Choose: TypeAlias = Callable[[StartedEpisode, np.random.Generator], Mapping[Agen
 
 
 class Policies(MutableMapping[str, RowPolicy]):
-    """Policies by name, of which each agent gets one when an episode begins, until it ends.
+    """Several policies by name. When an episode begins, `choose` names one for each agent, which acts until it ends.
 
-    For `Rollout.collect`, `Rollout.ahead` and `evaluate`, in place of a policy. In each step, or half of it, each
-    policy is called once with the `Rows` of its agents that act, or not at all if there are none; in the order of
-    `index`. `RolloutArrays.policies` says who acted. For an `evaluate` in the background, let `snapshot` return
-    `Policies` of its own.
+    For `Rollout.collect`, `Rollout.ahead` and `evaluate`, in place of a policy. In each step (with `halves=2`, for each
+    half of the environments), each policy is called once with the `Rows` of its agents that act, or not at all if there
+    are none; in the order of `index`. `RolloutArrays.policies` says who acted. For an `evaluate` in the background, let
+    `snapshot` return `Policies` of its own.
 
     It is a dict of policies. They can be added, replaced and removed between two rollouts; with `ahead`, in `publish`.
-    A new function under an old name acts at once. A policy that is removed acts until the episodes end for which it has
-    been chosen; if it is added again, it is the same policy, with the same `index`.
+    A new function under an old name acts at once. A removed policy still acts in the running episodes for which it was
+    chosen. If it is added again, it has the same `index`.
 
     Args:
         policies: The functions by name. Each takes `Rows` and returns actions, or a pair of actions and a dict of
             extras; extras that it leaves out are zeros. With several groups, these are dicts by group, and groups
             without rows may be left out.
-        choose: Called as `choose(episode, rng)` when an episode begins: after a reset, automatically, or after a
-            restart; and for episodes that have begun with another policy. Returns the name of a policy for each of
-            `episode.agents`. If it depends on its arguments only, choices do not depend on the number of workers.
-        seed: Of the generators of `choose`, for environments without a seed. All others derive from the environment's
-            seed and the number of the episode.
+        choose: Called as `choose(episode, rng)` before the first step of each episode, and when these policies take
+            over a running episode. Returns the name of a policy for each of `episode.agents`. If it depends on its
+            arguments only, choices do not depend on the number of workers. In environments with equal seeds, `rng`
+            draws the same.
+        seed: Seeds `rng` in environments that got no seed, as with `seed="own"` of `ParallelEnv`. In other
+            environments, `rng` depends on the environment's seed and the number of the episode.
 
     Raises:
         TypeError: A policy or `choose` is not a function, or a name not a string.
@@ -155,7 +157,8 @@ class Policies(MutableMapping[str, RowPolicy]):
         if not callable(choose):
             raise TypeError(f"choose must be a function of an episode and a generator, got {choose!r:.80}")
         self.choose, self._seed = choose, checked_integer(seed, "seed", 0)
-        self._indices: dict[str, int] = {}  # in this order, also of policies that have been removed
+        self._names: list[str] = []  # by index, also of policies that have been removed
+        self._indices: dict[str, int] = {}
         self._functions: dict[str, RowPolicy] = {}
         self._removed: dict[str, RowPolicy] = {}  # those that running episodes use
         self._blocks = 0  # how many threads of `ahead` collect with them
@@ -180,14 +183,17 @@ class Policies(MutableMapping[str, RowPolicy]):
         if not callable(policy):
             raise TypeError(f"policy {name!r} must be a function of rows, got {policy!r:.80}")
         with self._lock:
-            self._indices.setdefault(name, len(self._indices))
+            if name not in self._indices:
+                self._indices[name] = len(self._names)
+                self._names.append(name)
+            self._functions = {**self._functions, name: policy}  # not in place, since another thread may iterate
             self._removed.pop(name, None)
-            self._functions[name] = policy
 
     def __delitem__(self, name: str) -> None:
         self._check_unlocked()
         with self._lock:
-            self._removed[name] = self._functions.pop(name)
+            self._removed[name] = self._functions[name]
+            self._functions = {other: policy for other, policy in self._functions.items() if other != name}
             self._drop_unused()
 
     def __iter__(self) -> Iterator[str]:
@@ -214,7 +220,7 @@ class Policies(MutableMapping[str, RowPolicy]):
     @property
     def names(self) -> list[str]:
         """The names by `index`, also of policies that have been removed."""
-        return [*self._indices]
+        return [*self._names]
 
     def _function(self, name: str) -> RowPolicy:
         """The function of a policy; also of one that has been removed, while running episodes use it."""
@@ -222,19 +228,22 @@ class Policies(MutableMapping[str, RowPolicy]):
             return self._functions[name] if name in self._functions else self._removed[name]
 
     def _drop_unused(self) -> None:
-        """Let go of removed policies that no running episode uses."""
+        """Let go of removed policies that are not needed any more."""
         if self._removed:
             with self._lock:
                 used = {name for choices in [*self._uses] for name in choices.used()}
                 used |= {name for saved in self._loaded.values() for name in saved.names.values()}
                 for name in self._removed.keys() - used:
-                    del self._removed[name]
+                    self._removed.pop(name, None)  # what is freed here may call this, too
 
     # -- while a thread collects -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def locked(self, blocks: int = 1) -> Iterator[None]:
-        """Refuse changes: while a thread of `ahead` collects, they would count sooner or later by its speed."""
+    def _locked(self, blocks: int = 1) -> Iterator[None]:
+        """Refuse changes while a thread of `ahead` collects: when they take effect would depend on its speed.
+
+        `blocks` is the number of blocks that begin; -1 while one of them calls `publish`.
+        """
         with self._lock:
             self._blocks += blocks
         try:
@@ -243,18 +252,21 @@ class Policies(MutableMapping[str, RowPolicy]):
             with self._lock:
                 self._blocks -= blocks
 
-    def unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
-        """A function that may change policies while one block has `locked` them."""
+    def _unlocked(self, publish: Callable[[], object]) -> Callable[[], None]:
+        """A function that may change policies while one block has `_locked` them."""
 
         def call() -> None:
-            with self.locked(-1):
+            with self._locked(-1):
                 publish()
 
         return call
 
     def _check_unlocked(self) -> None:
         if self._blocks > 0:
-            raise RuntimeError("policies were changed while ahead() collects with them: change them in publish")
+            raise RuntimeError(
+                "policies were changed while ahead() collects with them: change them in publish, and give each block "
+                "of ahead() Policies of its own"
+            )
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
@@ -318,13 +330,13 @@ class Policies(MutableMapping[str, RowPolicy]):
     def save_state(self) -> bytes:
         """Save the table, the indices, and the choices for running episodes, without the functions.
 
-        Call it after `Rollout.save_state`, or `Ahead.save_state`; also after `Rollout.load_state`, call `load_state`.
+        Call it after `Rollout.save_state`, or `Ahead.save_state`. Call `load_state` before `Rollout.load_state`.
         The choices are those of the rollout that has collected last. If several rollouts are saved, give each of them
         `Policies` of its own.
         """
-        latest = None if self._latest is None else self._latest()
-        running = {**self._loaded, **({} if latest is None else latest.saved())}
         with self._lock:
+            latest = None if self._latest is None else self._latest()
+            running = {**self._loaded, **({} if latest is None else latest.saved())}
             return pickle.dumps((_FORMAT, self.names, [*self._functions], self._sums, running))
 
     def load_state(self, state: bytes) -> None:
@@ -351,19 +363,15 @@ class Policies(MutableMapping[str, RowPolicy]):
         with self._lock:
             self._functions = {name: known[name] for name in (*present, *added)}
             self._removed = {name: function for name, function in known.items() if name not in self._functions}
-            self._indices = {name: index for index, name in enumerate(dict.fromkeys([*names, *known]))}
+            self._names = [*dict.fromkeys([*names, *known])]
+            self._indices = {name: index for index, name in enumerate(self._names)}
             self._sums, self._loaded = sums, running
             for choices in [*self._uses]:
                 choices.follow_loaded()
             self._drop_unused()
 
-    def _take_loaded(self, env_id: int, number: int, steps: int) -> _Saved | None:
-        """The choice that `load_state` has read for the running episode of an environment, once."""
-        saved = self._loaded.pop(env_id, None)
-        return saved if saved is not None and (saved.number, saved.steps) == (number, steps) else None
-
     def _use(self, choices: Choices) -> None:
-        """Note who needs policies that are removed."""
+        """Register choices, whose policies are kept after their removal."""
         with self._lock:
             self._uses.add(choices)
         weakref.finalize(choices, self._drop_unused).atexit = False
@@ -374,16 +382,25 @@ class Policies(MutableMapping[str, RowPolicy]):
 
 
 class _Saved(NamedTuple):
-    """The choice for a running episode: its number, its steps so far, the names by agent, and whether it counts."""
+    """The choice for a running episode.
+
+    Attributes:
+        number: The number of the episode.
+        steps: Its steps so far.
+        names: The policies by agent.
+        counts: Whether it has an entry in the table.
+        fresh: The agents that have not had a row of their present life.
+    """
 
     number: int
     steps: int
     names: dict[AgentID, str]
     counts: bool
+    fresh: list[AgentID]
 
 
 class Choices:
-    """The policies that have been chosen for the running episodes of some environments, and what they choose.
+    """The policies chosen for the running episode of each environment; calls them.
 
     Args:
         policies: The policies.
@@ -398,7 +415,7 @@ class Choices:
         check_extras(extras)
         self.policies, self._env, self._extras = policies, env, extras
         self._statistics = env.stepper.transitions.statistics
-        self._agents = env.by_group(env.grouped({name: _objects(agents) for name, agents in env.group_map.items()}))
+        self._agents = {name: _objects(agents) for name, agents in env.group_map.items()}
         self._spaces = env.by_group(env.single_action_space)
         self._columns = {
             agent: (group, column) for group, agents in env.group_map.items() for column, agent in enumerate(agents)
@@ -408,25 +425,31 @@ class Choices:
         self._names: list[dict[AgentID, str]] = [{} for _ in range(n)]
         self._counts = [False] * n
         self._indices = {name: np.full((n, len(agents)), -1, np.int32) for name, agents in env.group_map.items()}
+        # Whose next row begins a life, or the first one of an episode.
+        self._fresh = {name: np.ones((n, len(agents)), np.bool_) for name, agents in env.group_map.items()}
+        self.kept: set[str] = set()  # policies that are needed again after their episode has ended
         policies._use(self)
 
     def follow_loaded(self) -> None:
-        """Take the indices of a state that has been loaded; a rollout also takes its choices, an evaluation goes on."""
+        """Renumber the policies after `load_state`; a rollout then takes the loaded choices, or chooses anew."""
         self._numbers = [None] * self._env.num_envs
         for env_id in range(self._env.num_envs):
-            self._number(env_id)
+            self._write_indices(env_id)
 
     def used(self) -> set[str]:
-        """The policies that running episodes use."""
-        return {name for names in self._names for name in names.values()}
+        """The policies that were chosen for the latest episodes."""
+        return {name for names in self._names for name in names.values()} | self.kept
 
     def saved(self) -> dict[int, _Saved]:
         """The choices for running episodes, by environment."""
-        ended = self._statistics.ended
-        return {
-            env_id: _Saved(number, self._steps(env_id), self._names[env_id], self._counts[env_id])
-            for env_id, number in enumerate(self._numbers) if number is not None and number == ended[env_id]
-        }  # fmt: skip
+        saved: dict[int, _Saved] = {}
+        for env_id, (number, ended) in enumerate(zip(self._numbers, self._statistics.ended)):
+            if number is not None and number == ended:
+                names = self._names[env_id]
+                columns = {agent: self._columns[agent] for agent in names}
+                fresh = [agent for agent, (group, column) in columns.items() if self._fresh[group][env_id, column]]
+                saved[env_id] = _Saved(number, self._steps(env_id), names, self._counts[env_id], fresh)
+        return saved
 
     def _steps(self, env_id: int) -> int:
         return int(self._statistics.totals[env_id, -1])
@@ -438,32 +461,54 @@ class Choices:
         self.policies._set_latest(self)
         seeds = self._env.stepper.batch.resets.passed_seeds
         for env_id, ended in zip(env_ids, self._statistics.ended[env_ids.start : env_ids.stop]):
-            if self._numbers[env_id] != ended:
-                steps = self._steps(env_id)
-                saved = self.policies._take_loaded(env_id, ended, steps)
-                if saved is None:
-                    self.choose(env_id, ended, seeds[env_id], counts=steps <= 0)
-                else:
-                    self.begin(env_id, ended, saved.names, counts=saved.counts)
+            if self._numbers[env_id] != ended and not self._take_loaded(env_id, ended):
+                self.choose(env_id, ended, seeds[env_id], counts=self._steps(env_id) <= 0)
+
+    def _take_loaded(self, env_id: int, number: int) -> bool:
+        """Go on with the choice that `load_state` has read for the running episode, if there is one that fits."""
+        policies, of_episode = self.policies, (number, self._steps(env_id))
+        with policies._lock:
+            saved = policies._loaded.pop(env_id, None)
+            for other in [other for other in policies._loaded if other >= self._env.num_envs]:
+                del policies._loaded[other]
+            agents = self._started(env_id, number).agents
+            if saved is None or (saved.number, saved.steps) != of_episode or saved.names.keys() != {*agents}:
+                return False
+            self.begin(env_id, number, saved.names, counts=saved.counts, fresh=saved.fresh)
+            return True
+
+    def _started(self, env_id: int, number: int) -> StartedEpisode:
+        agents = self._env.stepper.transitions.possible_agents_of(env_id)
+        return StartedEpisode(env_id, number, tuple(agent for agent in agents if agent in self._columns))
 
     def choose(self, env_id: int, number: int, seed: int | None, *, counts: bool = True) -> dict[AgentID, str]:
         """Let `choose` name the policies of an episode, and begin it."""
-        agents = self._env.stepper.transitions.possible_agents_of(env_id)
-        episode = StartedEpisode(env_id, number, tuple(agent for agent in agents if agent in self._columns))
+        episode = self._started(env_id, number)
         drawn = self.policies._drawn(episode, seed)
         with self.policies._lock:  # a policy that is removed now acts in this episode, or cannot be chosen
             names = self.policies._checked(episode, drawn)
             self.begin(env_id, number, names, counts=counts)
         return names
 
-    def begin(self, env_id: int, number: int, names: dict[AgentID, str], *, counts: bool = True) -> None:
-        """Begin an episode with these policies; `counts` says whether it has an entry in the table."""
+    def begin(
+        self, env_id: int, number: int, names: dict[AgentID, str], *, counts: bool = True,
+        fresh: Collection[AgentID] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin an episode with these policies.
+
+        `counts` says whether it has an entry in the table. `fresh` are the agents that have not had a row of it, by
+        default all.
+        """
         with self.policies._lock:
-            self._numbers[env_id], self._names[env_id], self._counts[env_id] = number, names, counts
-            self._number(env_id)
+            self._names[env_id], self._counts[env_id] = names, counts
+            self._write_indices(env_id)
+            for agent in names:
+                group, column = self._columns[agent]
+                self._fresh[group][env_id, column] = fresh is None or agent in fresh
+            self._numbers[env_id] = number  # last: if Ctrl-C comes before, this is done again
             self.policies._drop_unused()
 
-    def _number(self, env_id: int) -> None:
+    def _write_indices(self, env_id: int) -> None:
         for agent, name in self._names[env_id].items():
             group, column = self._columns[agent]
             self._indices[group][env_id, column] = self.policies.index(name)
@@ -481,8 +526,11 @@ class Choices:
         env, of_envs = self._env, slice(current.env_ids.start, current.env_ids.stop)
         acting = env.by_group(current.acting)
         with self.policies._lock:
-            names = self.policies.names
+            names = self.policies._names  # replaced by `load_state`, and else only longer
             chosen = {group: np.where(acts, self._indices[group][of_envs], -1) for group, acts in acting.items()}
+        fresh = {group: of_group[of_envs] for group, of_group in self._fresh.items()}
+        for group, begins in env.by_group(current.begins).items():
+            fresh[group] |= begins
         actions = {group: stacking.zeros(self._spaces[group], acts.shape) for group, acts in acting.items()}
         extras = {
             name: {group: np.zeros((*acts.shape, *extra.shape), extra.dtype) for group, acts in acting.items()}
@@ -490,11 +538,16 @@ class Choices:
         }
         for index in sorted({index for of_group in chosen.values() for index in of_group.ravel().tolist()} - {-1}):
             places = {group: np.nonzero(of_group == index) for group, of_group in chosen.items()}
-            answer = self.policies._function(names[index])(self._rows(current, places))
+            rows = self._rows(current, places, fresh)
+            for group, of_group in places.items():
+                fresh[group][of_group] = False
+            answer = self.policies._function(names[index])(rows)
             self._put(names[index], answer, places, actions, extras)
         return env.grouped(actions), {name: env.grouped(values) for name, values in extras.items()}, env.grouped(chosen)
 
-    def _rows(self, current: Current, places: Mapping[str, tuple[NDArray[np.intp], ...]]) -> Rows:
+    def _rows(
+        self, current: Current, places: Mapping[str, tuple[NDArray[np.intp], ...]], fresh: Mapping[str, Any]
+    ) -> Rows:
         env = self._env
 
         def of_rows(values: Grouped) -> Grouped:
@@ -510,7 +563,7 @@ class Choices:
             action_masks=of_rows(current.action_masks),
             state=None if state is None else env.grouped({group: state[rows] for group, (rows, _) in places.items()}),
             env_ids=env.grouped({group: rows + current.env_ids.start for group, (rows, _) in places.items()}),
-            begins=of_rows(current.begins),
+            begins=of_rows(env.grouped(fresh)),
             rngs=of_rows(current.rngs),
             agents=env.grouped({group: self._agents[group][columns] for group, (_, columns) in places.items()}),
         )
@@ -578,9 +631,11 @@ def actions_and_extras(
     """What a policy has returned: actions alone, or a pair of actions and a dict of extras."""
     if not (isinstance(chosen, tuple | list) and len(chosen) == 2 and isinstance(chosen[1], Mapping)):
         return chosen, None
-    may_be_actions = any(isinstance(one, spaces.Tuple) and isinstance(one[-1], spaces.Dict) for one in action_spaces)
-    if may_be_actions and not chosen[1].keys() <= {*declared}:
-        return chosen, None
+    for space in action_spaces:
+        second = space[1] if isinstance(space, spaces.Tuple) and len(space) == 2 else None
+        may_be_action = isinstance(second, spaces.Dict) and chosen[1].keys() == second.spaces.keys()
+        if may_be_action and not chosen[1].keys() <= {*declared}:
+            return chosen, None
     actions, extras = chosen
     return actions, extras
 
@@ -618,7 +673,8 @@ def pfsp_weights(
         raise ValueError(f'weighting must be "hard" or "variance", got {weighting!r}')
     if not (np.isfinite(power) and power >= 0):
         raise ValueError(f"power must be a number from 0, got {power!r}")
-    weights = (1 - rates) ** power if weighting == "hard" else rates * (1 - rates)
+    losses = (1 - rates) / max((1 - rates).max(), np.finfo(np.float64).tiny)  # so that high powers do not become 0
+    weights = losses**power if weighting == "hard" else rates * (1 - rates)
     return weights / weights.sum() if weights.sum() > 0 else np.full(rates.size, 1 / rates.size)
 
 

@@ -154,7 +154,8 @@ class Rollout:
         self._loaded: list[Finished] = []  # the complete rollout that `load_state` has read, until `ahead` returns it
         self._filled = 0
         self._episodes: list[FinishedEpisode] = []
-        self._choices: Choices | None = None  # of `Policies` that have chosen the latest actions
+        self._choices: Choices | None = None  # of the `Policies` that have made the latest step
+        self._acted: Any = None  # for the next step, if `Policies` make it: which of them has acted
         self._unfit: list[str] = []  # the error of a value from infos that does not fit
         self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
@@ -291,6 +292,8 @@ class Rollout:
         `collect` does this, too, if it has not been done before.
         """
         self._check_not_ahead("reset")
+        if any(part.env.stepper.in_flight for part in self._parts):  # they are dropped, so errors come first
+            self.env.stepper.batch.resets.check(range(self.env.num_envs), seed, options)
         return self._begin(lambda env: env.reset(seed, options))
 
     def _begin(self, begin: Callable[[StackedVecEnv], tuple[Grouped, Any]]) -> Current:
@@ -411,7 +414,7 @@ class Rollout:
         """
         self._check_not_ahead("step")
         self._check_nothing_loaded()
-        self._choices = None
+        self._acted = None
         return self._step(actions, extras)
 
     def _step(self, actions: Grouped, extras: Mapping[str, Any]) -> Current:
@@ -420,6 +423,9 @@ class Rollout:
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         checked = self._checked_extras(extras, len(self._parts[self._next].env_ids))
+        acted, self._acted = self._acted, None
+        if acted is None:
+            self._choices = None
         self._begin_next()
         arrays, part = self._set.arrays, self._parts[self._next]
         index = part.time, part.rows
@@ -432,10 +438,14 @@ class Rollout:
             finally:
                 part.env.stepper.view.write_to(None)
             put(arrays.actions, index, actions)
+            if acted is not None:
+                put(arrays.policies, index, acted)
             self._store(part, results)
         else:
             part.env.step_async(actions)
             put(arrays.actions, index, actions)
+            if acted is not None:
+                put(arrays.policies, index, acted)
             self._next = 1 - self._next
             other = self._parts[self._next]
             if other.env.stepper.in_flight:
@@ -534,7 +544,7 @@ class Rollout:
 
         Args:
             policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
-                extras. Or `Policies`, each for some of the agents.
+                extras. Or `Policies`: each of them acts for its agents.
         """
         self._check_not_ahead("collect")
         self._check_nothing_loaded()
@@ -547,25 +557,24 @@ class Rollout:
 
     def _function(self, policy: Policy | Policies) -> Policy:
         """A policy as a function of a `Current`."""
-        if not isinstance(policy, Policies):
-            self._choices = None
-            return policy
-        check_extras(self._extras)
-        return functools.partial(self._act, policy)
+        if isinstance(policy, Policies):
+            check_extras(self._extras)
+            return functools.partial(self._act, policy)
+        if not callable(policy):
+            raise TypeError(f"policy must be a function, got {policy!r:.80}")
+        return policy
 
     def _act(self, policies: Policies, current: Current) -> Any:
         """What several policies choose, each for its agents."""
         if self._choices is None or self._choices.policies is not policies:
             self._choices = Choices(policies, self.env, self._extras)
         self._choices.begin_due(current.env_ids)
-        actions, extras, indices = self._choices.act(current)
-        part = self._parts[self._next]
-        put(self._set.arrays.policies, (part.time, part.rows), indices)
+        actions, extras, self._acted = self._choices.act(current)
         return (actions, extras) if extras else actions
 
     def _fill(self, policy: Policy) -> None:
         """Step until the rollout is full."""
-        current = self._current
+        current, self._acted = self._current, None
         while self._filled < self.num_steps:
             actions, extras = self._chosen(policy(current))
             current = self._step(actions, {**extras})
@@ -625,13 +634,13 @@ class Rollout:
             >>> env.close()
         """
         self._check_not_ahead("ahead")
-        for name, function in (("policy", policy), ("publish", publish)):
-            if not callable(function) and not (name == "policy" and isinstance(function, Policies)):
-                raise TypeError(f"{name} must be a function, got {function!r:.80}")
+        function = self._function(policy)
+        if not callable(publish):
+            raise TypeError(f"publish must be a function, got {publish!r:.80}")
         policies = policy if isinstance(policy, Policies) else None
         most = None if rollouts is None else checked_integer(rollouts, "rollouts", 0, " or None")
         return Ahead(
-            self._function(policy), publish if policies is None else policies.unlocked(publish), most,
+            function, publish if policies is None else policies._unlocked(publish), most,
             loaded=self._loaded, hold=functools.partial(self._be_ahead, policies), collect=self._collected_ahead,
             save=self._saved_ahead, as_torch=self._as_torch, source=self.env.stepper.source,
         )  # fmt: skip
@@ -651,7 +660,7 @@ class Rollout:
                 storage = self._allocated(2)
                 self._begin_in(storage.sets[0])
                 self._storage = storage
-            with contextlib.nullcontext() if policies is None else policies.locked():
+            with contextlib.nullcontext() if policies is None else policies._locked():
                 self._hold_guard(serve)
         finally:
             self._is_ahead = False

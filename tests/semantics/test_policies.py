@@ -181,7 +181,7 @@ class Loop:
         self.loop = Reference(case.makers, AutoresetMode[mode], seed)
         self.memories = memories(self.loop, mode)
         self.seen, _ = self.loop.reset()
-        self.begins = [memory.reset(seen) for memory, seen in zip(self.memories, self.seen)]
+        self.fresh = [{*memory.reset(seen)} for memory, seen in zip(self.memories, self.seen)]
         self.numbers, self.names = [0] * len(agents), [dict[str, str]()] * len(agents)
         self.chosen: list[tuple[int, int, list[str]]] = []
         self.starts = {*range(len(agents))}
@@ -190,6 +190,7 @@ class Loop:
         for env_id in sorted(self.starts):
             self.chosen.append((env_id, self.numbers[env_id], self.agents[env_id]))
             self.names[env_id] = choice(env_id, self.numbers[env_id], self.agents[env_id])
+            self.fresh[env_id] |= {*self.agents[env_id]}
         self.starts.clear()
 
     def acting(self, env_id: int) -> list[str]:
@@ -199,7 +200,9 @@ class Loop:
     def row(self, env_id: int, agent: str, state: Any) -> Row:
         seen = self.seen[env_id][agent]
         mask = seen["action_mask"].astype(bool).tolist() if self.case.masks else None
-        return Row(env_id, agent, digest(seen), agent in self.begins[env_id], mask, state)
+        begins = agent in self.fresh[env_id]  # also where others have acted since its first observation
+        self.fresh[env_id].discard(agent)
+        return Row(env_id, agent, digest(seen), begins, mask, state)
 
     def step(self) -> tuple[Any, ...]:
         """Returns names and actions of those that act, the rewards, and the ends; and whose turn it was."""
@@ -215,7 +218,8 @@ class Loop:
         before = self.seen
         self.seen, rewards, terminateds, truncateds, infos = self.loop.step(actions)
         rows = zip(self.memories, self.seen, terminateds, truncateds, infos)
-        self.begins = [memory.step(*of_env) for memory, *of_env in rows]
+        for fresh, (memory, *of_env) in zip(self.fresh, rows):
+            fresh |= {*memory.step(*of_env)}
         over = [bool(one["__all__"] or other["__all__"]) for one, other in zip(terminateds, truncateds)]
         for env_id in np.flatnonzero(over).tolist():
             self.numbers[env_id] += 1
@@ -1555,3 +1559,181 @@ def test_pfsp_weights():
     for power in (-1, np.nan, np.inf):
         with pytest.raises(ValueError, match="power must be a number from 0"):
             pfsp_weights([0.5], power=power)
+
+
+# -- found by a reader -------------------------------------------------------------------------------------------------
+
+
+def tictactoe_rollout(num_steps: int = 30, **arguments: Any) -> Rollout:
+    env = StackedVecEnv(ParallelEnv([tictactoe_v3.env] * 2, seed=SEED, backend="serial"))
+    return Rollout(env, num_steps, action_masks=True, **arguments)
+
+
+def legal(rows: Any) -> Any:
+    return rows.action_masks.argmax(axis=-1)
+
+
+def one_for_all(name: str) -> Any:
+    return lambda episode, rng: dict.fromkeys(episode.agents, name)
+
+
+def test_second_player_begins_with_its_first_row():
+    """Also after saving and loading before its first move, and for policies that take over a running episode."""
+    begins: dict[str, list[tuple[int, bool]]] = {"player_1": [], "player_2": []}
+
+    def act(rows: Any) -> Any:
+        for agent, env_id, is_first in zip(rows.agents, rows.env_ids.tolist(), rows.begins.tolist()):
+            begins[agent].append((env_id, is_first))
+        return legal(rows)
+
+    def firsts() -> dict[str, int]:
+        found = {agent: sum(is_first for _, is_first in seen) for agent, seen in begins.items()}
+        for seen in begins.values():
+            seen.clear()
+        return found
+
+    rollout, policies = tictactoe_rollout(1), Policies({"a": act}, choose=one_for_all("a"))
+    with rollout.env:
+        rollout.collect(policies)
+        assert firsts() == {"player_1": 2, "player_2": 0}
+        states, of_policies = rollout.save_state(), policies.save_state()
+        rollout.collect(policies)
+        assert firsts() == {"player_1": 0, "player_2": 2}
+        rollout.collect(policies)
+        assert firsts() == {"player_1": 0, "player_2": 0}
+    again, other = tictactoe_rollout(1), Policies({"a": act}, choose=one_for_all("a"))
+    with again.env:
+        other.load_state(of_policies)
+        again.load_state(states)
+        again.collect(other)
+        assert firsts() == {"player_1": 0, "player_2": 2}
+        again.collect(other)
+        again.collect(Policies({"b": act}, choose=one_for_all("b")))
+        assert firsts()["player_2"] == 2
+
+
+def test_policy_that_is_removed_while_evaluate_repeats_the_first_episode():
+    policies = Policies(
+        {"a": legal, "b": legal}, choose=lambda one, rng: dict.fromkeys(one.agents, "ab"[one.number > 0])
+    )
+
+    def progress(done: int, total: int) -> None:
+        if "a" in policies:
+            del policies["a"]
+
+    with StackedVecEnv(ParallelEnv([tictactoe_v3.env], False, backend="serial")) as env:
+        result = evaluate(env, policies, 3, action_masks=True, progress=progress)
+    assert result.repeats
+    assert result.policies is not None
+    assert result.policies["player_1"].tolist() == ["a", "b", "b"]
+
+
+def test_what_is_refused_changes_no_choice():
+    rollout, asked = tictactoe_rollout(3), []
+
+    def choose(episode: Any, rng: Any) -> dict[str, str]:
+        asked.append(episode)
+        return dict.fromkeys(episode.agents, "a")
+
+    policies = Policies({"a": legal}, choose=choose)
+    with rollout.env:
+        rollout.collect(policies)
+        before = [*asked]
+        with pytest.raises(TypeError, match="expected the extras"):
+            rollout.step(np.zeros((2, 2), np.int64), nope=1)
+        for wrong in (None, {"a": legal}):
+            with pytest.raises(TypeError, match="policy must be a function"):
+                rollout.collect(wrong)
+        rollout.ahead(legal, publish=lambda: None)  # never entered
+        rollout.collect(policies)
+        assert asked == before
+
+
+def test_a_block_of_ahead_that_was_made_before_counts_no_game_of_its_own_policy():
+    rollout, policies = tictactoe_rollout(4), Policies({"a": legal}, choose=one_for_all("a"))
+    with rollout.env:
+        block = rollout.ahead(lambda current: current.action_masks.argmax(axis=-1), publish=lambda: None, rollouts=1)
+        rollout.collect(policies)
+        with block as rollouts:
+            (data,) = rollouts
+        assert (data.policies == -1).all()
+        assert data.done.any()
+        assert policies.table() == []
+
+
+def test_a_refused_step_leaves_no_index(monkeypatch):
+    rollout, policies = tictactoe_rollout(1), Policies({"a": legal}, choose=one_for_all("a"))
+
+    def refuse(actions: Any) -> Any:
+        raise ValueError("refused")
+
+    with rollout.env:
+        with monkeypatch.context() as patch:
+            patch.setattr(rollout.env, "step", refuse)
+            with pytest.raises(ValueError, match="refused"):
+                rollout.collect(policies)
+        data = rollout.collect(lambda current: current.action_masks.argmax(axis=-1))
+        assert (data.policies == -1).all()
+
+
+def test_ctrl_c_while_an_episode_begins(monkeypatch):
+    """The choice is made again."""
+    rollout, policies = tictactoe_rollout(2), Policies({"a": legal, "b": legal}, choose=one_for_all("b"))
+    original, left = Policies.index, [3]
+
+    def index(self: Policies, name: str) -> int:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return original(self, name)
+
+    with rollout.env:
+        monkeypatch.setattr(Policies, "index", index)
+        with pytest.raises(KeyboardInterrupt):
+            rollout.collect(policies)
+        data = rollout.collect(policies)
+        assert ((data.policies == 1) == data.acting[:-1]).all()
+
+
+def test_loaded_choices_for_other_agents_are_not_taken():
+    states = Policies({"a": legal}, choose=one_for_all("a"))
+    rollout = tictactoe_rollout(2)
+    with rollout.env:
+        rollout.collect(states)
+    asked: list[Any] = []
+
+    def choose(episode: Any, rng: Any) -> dict[Any, str]:
+        asked.append(episode.env_id)
+        return dict.fromkeys(episode.agents, "a")
+
+    other = Policies({"a": lambda rows: np.zeros(len(rows.agents), np.int64)}, choose=choose)
+    other.load_state(states.save_state())
+    with StackedVecEnv(ParallelEnv([functools.partial(Team, names(0, 1), 9)], seed=SEED, backend="serial")) as env:
+        wrong = Rollout(env, 2)
+        wrong.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+        data = wrong.collect(other)
+        assert asked == [0]
+        assert (data.policies[data.acting[:-1]] == 0).all()
+        assert other._loaded == {}
+
+
+def test_errors_of_reset_come_before_steps_in_flight_are_dropped():
+    env = StackedVecEnv(ParallelEnv([tictactoe_v3.env] * 2, seed=SEED, num_workers=2))
+    calls = [0]
+
+    def failing(rows: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise RuntimeError("boom")
+        return legal(rows)
+
+    policies = Policies({"a": failing}, choose=one_for_all("a"))
+    with env:
+        rollout = Rollout(env, 6, action_masks=True, halves=2)
+        with pytest.raises(RuntimeError, match="boom"):
+            rollout.collect(policies)
+        with pytest.raises(ValueError, match="seed"):
+            rollout.reset(seed=-1)
+        data = rollout.collect(policies)
+        assert (data.acting[:-1].sum(axis=-1) == 1).all()
+        assert ((data.policies == 0) == data.acting[:-1]).all()
