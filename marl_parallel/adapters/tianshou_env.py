@@ -46,7 +46,7 @@ class TianshouEnv(PettingZooEnv):
                 )
         super().__init__(aec)
         self.source = source
-        self._owners: dict[str, Any] = {}
+        self._layers = [*layers(self._simulator)]
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         self._reset(keywords)
@@ -75,12 +75,8 @@ class TianshouEnv(PettingZooEnv):
         return [agent for agent in self.possible_agents if agent in left and agent not in ended]
 
     def _read(self, name: str) -> Any:
-        """An attribute that is there after a reset, of the layer that has it: wrappers forward it slowly."""
-        owner = self._owners.get(name)
-        if owner is None:
-            found = (layer for layer in layers(self._simulator) if owns(layer, name))
-            owner = self._owners[name] = next(found, self._simulator)
-        return getattr(owner, name)
+        """An attribute of the outermost layer that has it now: wrappers forward it slowly, and may set it later."""
+        return getattr(next((layer for layer in self._layers if owns(layer, name)), self._simulator), name)
 
     def state(self) -> Any:
         return find(self._simulator, "state")()

@@ -146,7 +146,8 @@ class TurnForm(Form):
         else:
             mask = self._stepper.transitions.masks(env_id).get(agent)
         if mask is not None:
-            return {"agent_id": agent, "obs": seen, "mask": (np.asarray(mask) == 1).tolist()}
+            parts = mask if isinstance(mask, list | tuple) else [mask]  # of a `MultiDiscrete`
+            return {"agent_id": agent, "obs": seen, "mask": (np.concatenate([*map(np.ravel, parts)]) == 1).tolist()}
         if isinstance(self.action_space, spaces.Discrete):
             return {"agent_id": agent, "obs": seen, "mask": [True] * int(self.action_space.n)}
         return {"agent_id": agent, "obs": seen}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mpe2 import simple_spread_v3
 from pettingzoo.classic import rps_v2, tictactoe_v3
+from pettingzoo.utils import BaseWrapper
 from simulators.turn_deaths import Elimination
 
 from marl_parallel import ParallelEnv, make
@@ -71,6 +72,20 @@ def test_different_kinds():
 def test_padded():
     padded = pad_spaces(adapt(tictactoe_v3.env(), "tianshou"))
     assert padded.observes_turn
+
+
+def test_a_wrapper_that_sets_rewards_later():
+    class Doubled(BaseWrapper):
+        def step(self, action: Any) -> None:
+            super().step(action)
+            if self.env.rewards["player_1"]:
+                self.rewards = {agent: 2 * reward for agent, reward in self.env.rewards.items()}
+
+    env = adapt(Doubled(tictactoe_v3.env()), "tianshou")
+    env.reset(seed=1)
+    for action in (0, 3, 1, 4, 2):
+        _, rewards, *_ = env.step(dict.fromkeys(env.possible_agents, action))
+    assert rewards == {"player_1": 2, "player_2": -2}
 
 
 def test_state_and_attributes():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from pettingzoo.classic import connect_four_v3, rps_v2, tictactoe_v3
-from simulators.turn_deaths import Elimination, TwoSizes, fragile
+from simulators.turn_deaths import Elimination, SplitMasks, TwoSizes, fragile
 from tianshou.algorithm import DQN
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy, Reinforce
@@ -267,6 +267,17 @@ def trained(env: Any, make_algorithms: Callable[[Any], list[Any]], agents: Any) 
     learned = [any((a != b).any() for a, b in zip(*pair)) for pair in zip(before, after)]
     assert learned == [isinstance(one, DQN) for one in algorithms]
     return collector.buffer, after, losses
+
+
+@pytest.mark.parametrize("in_observations", [False, True])
+def test_masks_of_the_parts_of_an_action(in_observations):
+    """One list, with the parts one after the other."""
+    env = facade(functools.partial(SplitMasks, in_observations=in_observations), num_workers=2)
+    observations, _ = env.reset()
+    assert observations[0]["mask"] == [True, False, True, True, True]
+    observations, *_ = env.step(np.zeros((env.env_num, 2), np.int64))
+    assert [one["mask"] for one in observations] == [[True] * 5] * env.env_num
+    env.close()
 
 
 def learner_and_random(env: Any) -> list[Any]:

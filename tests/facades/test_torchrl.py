@@ -24,6 +24,7 @@ from simulators.every_space import EverySpace
 from simulators.painting import Nothing, OldPainting, OnScreen, Painting
 from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.stackable import NO_TENSORS, DeclaredSkirmish, EveryTensorSpace, StackableAgents, spread
+from simulators.variable_agents import VariableAgents
 from simulators.vector_rewards import Couriers
 from torchrl.envs import PettingZooWrapper, TransformedEnv
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
@@ -144,6 +145,22 @@ def test_the_mark_of_a_restart(parallel):
     assert following["cow", "mask"][1].all()
     assert "bad terrain" in env.infos[1]["__common__"]["error"]  # though it has been reset since then
     check_env_specs(env)
+
+
+def test_state_of_a_step_that_a_restart_ended(parallel):
+    """The last state before the fault, as observations are: not the first one of the new environment."""
+    makers = crashing(VariableAgents, {(1, 0): Fate("raise", after=3)})
+    env = TorchRLEnv(parallel(makers, on_error="restart"), return_state=True)
+    following = env.reset()
+    for _ in range(30):
+        before = following["state"].clone()
+        data, following = env.step_and_maybe_reset(env.rand_action(following))
+        if data["next", "restarted"].any():
+            break
+    assert data["next", "restarted"][:, 0].tolist() == [False, True, False]
+    assert torch.equal(data["next", "state"][1], before[1])
+    assert not torch.equal(following["state"][1], before[1])
+    assert not torch.equal(data["next", "state"][0], before[0])
 
 
 def test_no_restart_mark_with_on_error_raise(parallel):

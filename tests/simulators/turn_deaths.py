@@ -81,6 +81,22 @@ class TwoSizes(Elimination):
         return spaces.Box(-1, 1, (3,)) if agent == "b" else self.sees
 
 
+class SplitMasks(Elimination):
+    """The mask of each part of a `MultiDiscrete` action, in a tuple: in infos, or in observations."""
+
+    def __init__(self, *, in_observations: bool) -> None:
+        super().__init__(masked=in_observations)
+        self.acts = spaces.MultiDiscrete([2, 3])
+        if in_observations:
+            masks = spaces.Tuple([spaces.MultiBinary(2), spaces.MultiBinary(3)])
+            self.sees = spaces.Dict(observation=self.sees["observation"], action_mask=masks)
+
+    def observe(self, agent: str) -> Any:
+        seen, masks = super().observe(agent), (np.array([1, self.time % 2], np.int8), np.ones(3, np.int8))
+        self.infos[agent] = {} if self.masked else {"action_mask": masks}
+        return {"observation": seen["observation"], "action_mask": masks} if self.masked else seen
+
+
 class Fragile(BaseWrapper):
     """With `crashes`, the process dies in the third step."""
 
