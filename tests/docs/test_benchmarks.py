@@ -33,7 +33,7 @@ SMOKE = [
     ("compare_facades", [QUICK, "--only", "3 x 18: PettingZooVecEnv"], ".json .csv .png", "| PettingZooVecEnv |"),
     ("collect_rollouts", [QUICK, "--only", "plain loops"], ".json", "| plain loops side by side |"),
     ("collect_rollouts:torch", [QUICK, "--only", "Rollout"], ".json", "| Rollout, halves=2 |", *LEARNING),
-    ("time_to_return", [QUICK, "--workers", "0,2"], ".json .csv .png", "| 2 workers |", *LEARNING),
+    ("time_to_return", [QUICK, "--workers", "0,2", "--ahead", "2"], ".json .csv .png", "| 2 workers |", *LEARNING),
     ("isolated_generators", ["--steps", "5", "--repeats", "1"], ".json", "| `isolate_rng=True` |"),
     ("recycling", ["--seconds", "0.2", "--episodes", "3", "--age", "0.2"], ".json", "| an environment is replaced |"),
     ("soak", ["--hours", "0.001", "--memory-mb", "60", "--programs", "1"], ".json", "| calls that hang | 0 |"),
