@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from gymnasium import spaces
 
+from marl_parallel.arguments import checked_integer
 from marl_parallel.making import POOLS, find_constructor, make
 from marl_parallel.types import RecyclePolicy, RestartPolicy, how_to_install
 from marl_parallel.vector.drop_in import facade_of
@@ -25,7 +26,7 @@ try:
     from omegaconf import OmegaConf
     from tensordict import TensorDictBase
     from torchrl.data import Bounded, Categorical, Composite, OneHot, Unbounded
-    from torchrl.envs import DTypeCastTransform, EnvBase, Transform
+    from torchrl.envs import ActionMask, DTypeCastTransform, EnvBase, Transform
 
     from marl_parallel.vector.torchrl import TorchRLEnv
 except ImportError as error:
@@ -43,16 +44,20 @@ _SET_BY_BENCHMARL = ("num_envs", "facade", "seed", "auto_reset")
 class BenchMARLTask(TaskClass):
     """A task of BenchMARL: environments in worker processes, with turns and agents that die.
 
-    BenchMARL's evaluation plays its `evaluation_episodes` as one batch, in environments and workers of its own.
+    BenchMARL's evaluation plays its `evaluation_episodes` as one batch. Its environments and workers are separate and
+    stay open during the whole training.
 
     Groups of agents, masks and the global state are those of `TorchRLEnv`. The state is used if the simulator has one
     whose space is a `Box`, unless `facade_kwargs` has `return_state: false`. Observations and states become float32,
     except images: `uint8` arrays of three dimensions, as BenchMARL's `Cnn` takes them.
 
     BenchMARL trains on all rows. Rows of agents that do not act, since they are dead, absent or wait for their turn,
-    get the advantage 0 in PPO's batches, so that ignored actions do not change the policy. Rows of agents that are
-    absent get their own value as the critic's target. Algorithms without advantages, such as QMIX, learn from these
-    rows: zeros as observation and reward for agents that are absent.
+    get the advantage 0 in PPO's batches. Ignored actions then do not change the policy, except through the entropy if
+    `entropy_coef` is above 0. Rows without an observation get their own value as the critic's target, also if the agent
+    is alive; so does the row with the last observation of an agent that has died. Algorithms without advantages, such
+    as QMIX, learn from these rows: zeros as observation and reward for agents that are absent.
+
+    Random actions, such as those of `off_policy_init_random_frames`, are legal in groups with action masks.
 
     Args:
         name: The name of the task in BenchMARL's logs and reports.
@@ -61,7 +66,7 @@ class BenchMARLTask(TaskClass):
             All values may be written in yaml: `restart_policy` and `recycle` may be dicts of their arguments, and
             `wrappers` names, such as `"marl_parallel.wrappers:pad_spaces"`. Further keys:
 
-            - `max_steps`: The number of steps of an evaluation. Episodes that are longer are cut there.
+            - `max_steps`: The number of steps of an evaluation, at least 1. Longer episodes are cut there.
             - `discrete_actions`, `continuous_actions`: Whether the simulator has such actions, or the keywords in
               `env_kwargs` that choose them, if it has both. With none of the two keys, actions are discrete.
 
@@ -84,11 +89,21 @@ class BenchMARLTask(TaskClass):
         for key in ("name", "env_kwargs"):
             if isinstance(self.config.get(key), list | tuple):
                 raise TypeError(f"the task {name!r} has a list as {key!r}: its environments must all be the same")
-        for key in _SET_BY_BENCHMARL:
-            if key in self.config:
+        set_twice = [repr(key) for key in _SET_BY_BENCHMARL if key in self.config]
+        if "device" in (self.config.get("facade_kwargs") or {}):
+            set_twice.append("'device' in facade_kwargs")
+        if set_twice:
+            raise TypeError(
+                f"the task {name!r} has a key {' and a key '.join(set_twice)}, but BenchMARL sets it: change "
+                "BenchMARL's configuration of the experiment instead"
+            )
+        checked_integer(self.config["max_steps"], f"max_steps of the task {name!r}")
+        for key in _ACTIONS:
+            value = self.config.get(key, False)
+            if not isinstance(value, bool | Mapping):
                 raise TypeError(
-                    f"the task {name!r} has a key {key!r}, but BenchMARL sets it: change BenchMARL's configuration of "
-                    "the experiment instead"
+                    f"{key} of the task {name!r} must be true, false, or a dict of keywords for env_kwargs, "
+                    f"got {value!r}"
                 )
 
     @classmethod
@@ -117,8 +132,8 @@ class BenchMARLTask(TaskClass):
         for key, policy in _POLICIES.items():
             if isinstance(config.get(key), Mapping):
                 config[key] = policy(**config[key])
-        if "wrappers" in config:
-            config["wrappers"] = [find_constructor(wrapper) for wrapper in config["wrappers"]]
+        if wrappers := config.pop("wrappers", None):
+            config["wrappers"] = [find_constructor(wrapper) for wrapper in wrappers]
         return partial(_open, self.name, num_envs, continuous_actions, config, seed, device)
 
     def supports_continuous_actions(self) -> bool:
@@ -174,7 +189,7 @@ class BenchMARLTask(TaskClass):
         return {} if restarted is None else {"collection/restarts": float(restarted.sum())}
 
     def get_env_transforms(self, env: EnvBase) -> list[Transform]:
-        """Casts of observations and states to float32, the dtype of BenchMARL's networks."""
+        """Casts to float32, the dtype of BenchMARL's networks; and masks for random actions."""
         keys = defaultdict(list)
         spec = env.full_observation_spec_unbatched
         for key, leaf in spec.items(True, True):
@@ -184,7 +199,9 @@ class BenchMARLTask(TaskClass):
             is_image = leaf.dtype is torch.uint8 and num_dims == 3
             if is_read and not is_image and leaf.dtype is not torch.float32:
                 keys[leaf.dtype].append(key)
-        return [DTypeCastTransform(dtype, torch.float32, in_keys=of_dtype) for dtype, of_dtype in keys.items()]
+        casts = [DTypeCastTransform(dtype, torch.float32, in_keys=of_dtype) for dtype, of_dtype in keys.items()]
+        # BenchMARL's `TransformedEnv` has a clone of the action spec, which the masks of `TorchRLEnv` do not reach.
+        return [*casts, *(ActionMask((group, "action"), (group, "action_mask")) for group in _groups_with_masks(env))]
 
     def get_replay_buffer_transforms(self, env: EnvBase, group: str) -> list[Transform]:
         """Advantages of 0 for rows of agents that do not act; see the class."""
@@ -312,7 +329,7 @@ def _part(env: EnvBase, key: str, groups: Any = None) -> Composite:
 
 
 class _OnlyActingRows(Transform):
-    """Takes rows whose actions are ignored out of PPO's losses."""
+    """Advantages of 0 for ignored actions; the critic's own value as its target for rows without data."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -321,9 +338,11 @@ class _OnlyActingRows(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         group = tensordict.get(self.group)
         if group.get("advantage", None) is not None:
+            acts, present = group.get("mask"), group.get("present")
             # After its end, an agent is present once more, with its last observation; after the next step, it is not.
-            is_there = group.get("present") & tensordict.get(("next", self.group, "present"))
-            group.set("advantage", group.get("advantage") * group.get("mask").unsqueeze(-1))
+            # An agent that acts may have no next observation: in turn-based games, or if it dies without a last one.
+            is_there = present & (acts | tensordict.get(("next", self.group, "present")))
+            group.set("advantage", group.get("advantage") * acts.unsqueeze(-1))
             targets, values = group.get("value_target"), group.get("state_value")
             group.set("value_target", torch.where(is_there.unsqueeze(-1), targets, values))
         return tensordict

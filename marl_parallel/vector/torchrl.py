@@ -63,7 +63,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as in
     `FacadeStepper.action_masks`, but where nothing is allowed, everything is: TorchRL needs a choice to draw from. The
-    mask is not part of `"observation"`. It limits the action spec, so that random actions are legal.
+    mask is not part of `"observation"`. It limits the action spec, so that random actions are legal. Inside a
+    `TransformedEnv`, which clones the spec, that takes TorchRL's transform `ActionMask`.
     With `return_state`, the root has the global `"state"`, `[n, ...]`.
 
     `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are

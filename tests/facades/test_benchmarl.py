@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
-from benchmarl.algorithms import MappoConfig, QmixConfig
+from benchmarl.algorithms import IppoConfig, MappoConfig, QmixConfig
 from benchmarl.environments import task_config_registry
 from benchmarl.experiment import Callback, Experiment, ExperimentConfig
 from benchmarl.hydra_config import load_task_config_from_hydra
 from benchmarl.models.mlp import MlpConfig
+from gymnasium import spaces
 from hydra import compose, initialize_config_module
 from pettingzoo.classic import tictactoe_v3
 from simulators.dying_agents import DyingAgents, TwoMaskedAgents
@@ -199,7 +201,7 @@ class Record(Callback):
         super().__init__()
         self.batches: list[Any] = []
         self.evaluations: list[list[Any]] = []
-        self.ignored = 0
+        self.ignored, self.unseen = 0, 0  # rows; unseen: of agents that act and have no next observation
 
     def on_batch_collected(self, batch: Any) -> None:
         self.batches.append(batch.clone())
@@ -208,17 +210,22 @@ class Record(Callback):
         of_group = batch[group]
         if of_group.get("advantage", None) is not None:
             ignored = ~of_group["mask"]
-            absent = ~(of_group["present"] & batch["next", group, "present"])
+            is_own_value = (of_group["value_target"] == of_group["state_value"]).squeeze(-1)
             assert not of_group["advantage"][ignored].any()
             assert of_group["advantage"][~ignored].any()
-            assert torch.equal(of_group["value_target"][absent], of_group["state_value"][absent])
+            assert is_own_value[~of_group["present"]].all()
+            assert is_own_value[ignored & ~batch["next", group, "present"]].all()
+            assert not is_own_value[~ignored].any()
             self.ignored += int(ignored.sum())
+            self.unseen += int((~ignored & ~batch["next", group, "present"]).sum())
 
     def on_evaluation_end(self, rollouts: list[Any]) -> None:
         self.evaluations.append(rollouts)
 
 
-def experiment(task: BenchMARLTask, algorithm: Any, folder: Path, callback: Callback | None = None) -> Experiment:
+def experiment(
+    task: BenchMARLTask, algorithm: Any, folder: Path, callback: Callback | None = None, **of_config: Any
+) -> Experiment:
     config = ExperimentConfig.get_from_yaml()
     config.max_n_iters, config.max_n_frames = 2, None
     for kind in ("on_policy", "off_policy"):
@@ -228,6 +235,8 @@ def experiment(task: BenchMARLTask, algorithm: Any, folder: Path, callback: Call
     config.off_policy_train_batch_size, config.off_policy_n_optimizer_steps = ENVS * STEPS // 2, 4
     config.evaluation_interval, config.evaluation_episodes = ENVS * STEPS, EPISODES
     config.loggers, config.save_folder = [], str(folder)
+    for key, value in of_config.items():
+        setattr(config, key, value)
     model, critic = MlpConfig.get_from_yaml(), MlpConfig.get_from_yaml()
     # Observations of tictactoe are planes.
     model.num_feature_dims = critic.num_feature_dims = 3 if "tictactoe" in task.name else 1
@@ -276,6 +285,68 @@ def test_training(case, algorithm, tmp_path):
         assert (found["deaths"] > ENVS) == (case == "dying")
         assert (found["waits"] > ENVS) == (case in ("dying", "tictactoe"))
         assert (record.ignored > 0) == (algorithm is MappoConfig and case in ("dying", "tictactoe"))
+
+
+class OnlyTurns(gymnasium.Env):
+    """Only the agent whose turn it is gets an observation and a reward; 8 steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = self.agents = ["p_0", "p_1"]
+        self.observation_spaces = dict.fromkeys(self.agents, spaces.Box(0, 10, (2,), np.float32))
+        self.action_spaces = {agent: spaces.Discrete(2) for agent in self.agents}
+
+    def observed(self, agents: list[str]) -> dict[str, Any]:
+        return {agent: np.full(2, self.time + 1, np.float32) for agent in agents}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.time = 0
+        return self.observed(["p_0"]), {}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        seen = [self.agents[self.time % 2]] if self.time < 8 else self.agents
+        return self.observed(seen), dict.fromkeys(seen, 1.0), {"__all__": self.time == 8}, {"__all__": False}, {}
+
+
+class NoLastObservation(OnlyTurns):
+    """Both agents act; `p_0` dies in step 3 of 6, and has no observation of that step."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.time = 0
+        return self.observed(self.agents), {}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.time += 1
+        seen = self.agents if self.time < 3 else ["p_1"]
+        terminated = {**dict.fromkeys(seen, False), "p_0": self.time >= 3, "__all__": self.time == 6}
+        return self.observed(seen), dict.fromkeys(seen, 1.0), terminated, {"__all__": False}, {}
+
+
+@pytest.mark.parametrize("simulator", [OnlyTurns, NoLastObservation])
+def test_critic_learns_from_actions_without_a_next_observation(simulator, tmp_path):
+    task, record = BenchMARLTask("turns", {"name": simulator, "max_steps": 9, "backend": "serial"}), Record()
+    experiment(task, IppoConfig, tmp_path, record).run()
+    assert record.ignored
+    assert record.unseen
+
+
+def test_random_actions_follow_masks(tmp_path):
+    """The initial random actions of algorithms with a replay buffer; `TictactoeLoop` checks each action."""
+    file = tmp_path / "tictactoe.yaml"
+    file.write_text(TICTACTOE)
+    record = Record()
+    trained = experiment(
+        BenchMARLTask.from_yaml(file), QmixConfig, tmp_path, record, off_policy_init_random_frames=2 * ENVS * STEPS
+    )
+    trained.run()
+    batch = torch.cat(record.batches, 1)
+    assert compare(batch, TictactoeLoop, trained.group_map)["episodes"] > 2 * ENVS
+    for group in trained.group_map:  # waiting agents draw from all actions
+        assert {*batch[group, "action"][~batch[group, "mask"]].tolist()} == {*range(9)}
+        assert len({*batch[group, "action"][batch[group, "mask"]].tolist()}) == 9
+    for rollout in record.evaluations[0]:
+        assert rollout["next", "done"][-1]
 
 
 def test_restarts_are_logged(tmp_path):
@@ -352,6 +423,10 @@ def test_wrappers_and_chosen_actions():
     assert task.observation_spec(env)["both", "observation"].shape == (2, 11)
     assert env.rollout(30, break_when_any_done=False)["next", "done"].sum() == 2 * 6
     env.close()
+    without = BenchMARLTask("talk", {**config, "wrappers": None, "facade_kwargs": None})
+    env = without.get_env_fun(2, False, SEED, "cpu")()
+    assert without.group_map(env) == {"speaker": ["speaker_0"], "listener": ["listener_0"]}
+    env.close()
     only = BenchMARLTask("talk", {key: value for key, value in config.items() if key != "discrete_actions"})
     assert not only.supports_discrete_actions()
 
@@ -364,6 +439,14 @@ def test_wrappers_and_chosen_actions():
         ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "seed": 3}, "'seed', but BenchMARL sets it"),
         ({"name": "mpe2.simple_spread_v3", "max_steps": 25, "auto_reset": True}, "'auto_reset'"),
         ({"name": ["mpe2.simple_spread_v3"], "max_steps": 25}, "a list as 'name'"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": None}, "max_steps of the task 'wrong' must be an integer"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": 0}, "max_steps of the task 'wrong' must be at least 1"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": 9, "discrete_actions": "yes"}, "true, false, or a dict"),
+        ({"name": "mpe2.simple_spread_v3", "max_steps": 9, "continuous_actions": None}, "continuous_actions of the"),
+        (
+            {"name": "mpe2.simple_spread_v3", "max_steps": 9, "facade_kwargs": {"device": "cpu"}},
+            "'device' in facade_kwargs, but BenchMARL sets it",
+        ),
     ],
 )
 def test_wrong_configurations(config, words):
