@@ -54,7 +54,7 @@ class BenchMARLTask(TaskClass):
     BenchMARL trains on all rows. Rows of agents that do not act, since they are dead, absent or wait for their turn,
     get the advantage 0 in PPO's batches. Ignored actions then do not change the policy, except through the entropy if
     `entropy_coef` is above 0. Rows without an observation get their own value as the critic's target, also if the agent
-    is alive; so does the row with the last observation of an agent that has died. Algorithms without advantages, such
+    is alive. So does the row with the last observation of an agent that has died. Algorithms without advantages, such
     as QMIX, learn from these rows: zeros as observation and reward for agents that are absent.
 
     Random actions, such as those of `off_policy_init_random_frames`, are legal in groups with action masks.
