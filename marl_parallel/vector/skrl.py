@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,11 @@ from skrl.utils.spaces.torch import (
 )
 
 from marl_parallel.core.block import stacking
-from marl_parallel.core.block.array_view import Arrays, Stacked
+from marl_parallel.core.block.array_view import Arrays, ResultDoesNotFit, Stacked
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.stepper import Options, Seeds
 from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import Flags, inherited_flags, stacked
 from marl_parallel.vector.scalarize import Scalarize
@@ -47,27 +50,32 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
     Infos are by environment, as in `ParallelEnv.step`, without environments that have none. In a step that ends
     episodes, `infos["episode"]` has the means of their returns and lengths, which skrl's trainers log.
 
-    **Agents that come and go.** skrl has no masks: it trains on every row. Rows of absent agents have zeros as
-    observations and 0.0 as rewards. An agent is terminated at its death, and once more where the episode ends; in
-    between, its rows have no flag. So its return stops at its death, and no return goes on into the next episode.
-    `present` and `acting` say which rows are data.
+    **Agents that come and go.** skrl has no masks: it trains on every row. Observations of absent agents are zeros;
+    so are those of agents whose life has ended, from the step of their death on. Rewards of absent agents are 0.0. An
+    agent is terminated at its death, and once more where the episode ends; in between, its rows have no flag. So its
+    return stops at its death, and no return goes on into the next episode. `present` and `acting` say which rows are
+    data.
 
     **Truncated episodes.** The step that ends an episode returns the first observations of the next one. skrl takes
     them for the next observations of the old episode: with `time_limit_bootstrap=True`, `record_transition` adds their
     value to the reward; with False, `compute_gae` does not cut returns at truncated steps at all (both are in
     `skrl/multi_agents/torch/ippo/ippo.py`, and in `mappo.py`). So by default, every end is reported as `terminated`:
     nothing is added to the return of a truncated episode. With `bootstrap_truncated`, ends keep their flags, and
-    `infos["transition"]` has the `"next_observations"` and `"next_states"` that `record_transition` needs: see
-    `docs/frameworks/skrl.md`.
+    `infos["transition"]` has the `"next_observations"` and `"next_states"` that `record_transition` needs, with the
+    last observations of agents whose life has ended in the step: see `docs/frameworks/skrl.md`.
+
+    **`"NEXT_STEP"`.** The step that ends an episode has zeros as observations, since no agent is alive. The next step
+    begins an episode. It ignores actions, its rewards are 0.0, and all agents are `terminated` in it: so nothing of
+    the new episode counts for its actions.
 
     Args:
-        env: Made with `auto_reset=True`, or `"NEXT_STEP"`, where a step of reward 0.0 that ignores actions begins each
-            episode. No other facade may step it. skrl's trainers need two environments if there is only one agent.
+        env: Made with `auto_reset=True` or `"NEXT_STEP"`. No other facade may step it. skrl's trainers need two
+            environments if there is only one agent.
         device: The device of all tensors; None for skrl's default, which is CUDA's if there is one.
         with_state: Whether each reset and step reads the global states, for `state()`; None if the environments have a
             `state_space`.
         bootstrap_truncated: Whether truncated agents are reported as `truncated`, with `infos["transition"]`. If an
-            agent has no last observation, it is terminated.
+            agent has no last observation, it is terminated. Needs `auto_reset=True`.
         scalarize: Turns vector rewards into numbers, as in `FacadeStepper`; needed if agents declare a `reward_space`.
 
     Attributes:
@@ -79,7 +87,8 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         state_spaces: By agent, the space of one environment's global state; None without states.
 
     Raises:
-        TypeError, ValueError: As `FacadeStepper`; or skrl has no tensors for a space.
+        TypeError, ValueError: As `FacadeStepper`; or skrl has no tensors for a space; or `bootstrap_truncated` with
+            `"NEXT_STEP"`.
         NotImplementedError: `with_state=True`, but the environments have no global state.
 
     Example:
@@ -109,6 +118,15 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         ArrayFacade.__init__(
             self, env, AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, copy=False, scalarize=scalarize
         )
+        self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
+        if bootstrap_truncated and not self._same_step:
+            has_choice = self._stepper.workers is not None
+            advice = "pass auto_reset=True" if has_choice else "run this simulator in workers"
+            raise ValueError(
+                "SkrlEnv needs a ParallelEnv with auto_reset=True for bootstrap_truncated=True, got "
+                f'auto_reset="NEXT_STEP": {advice}, or leave bootstrap_truncated=False. skrl would train on the steps '
+                "that begin episodes"
+            )
         schema, agents = self._stepper.schema, [*self._stepper.view.agents]
         if with_state is None:
             with_state = schema.state_space is not None
@@ -130,7 +148,6 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         )
         self._env = env
         self._bootstraps = bootstrap_truncated
-        self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         declared = schema.observation_spaces
         self._moved = {agent: declared[agent] for agent in agents if starts_elsewhere(declared[agent])}
         for kind, spaces in (("observation", self.observation_spaces), ("action", self.action_spaces)):
@@ -140,6 +157,10 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
             _check_space("the state_space", self.state_spaces[agents[0]])
         self._state: torch.Tensor | None = None
         self._present = self._acting = np.zeros((self.num_envs, len(agents)), np.bool_)
+        self._were_over = np.zeros(self.num_envs, np.bool_)  # before the latest step
+        # The arrays of the latest `load_state`, and infos by environment: the next `reset` begins no episode there.
+        self._loaded: Arrays | None = None
+        self._resumed: dict[int, Any] = {}
 
     @property
     def present(self) -> Tensors:
@@ -163,13 +184,73 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
             raise AttributeError(key)
         return MultiAgentEnvWrapper.__getattr__(self, key)
 
+    # -- resets and loads ----------------------------------------------------------------------------------------------
+
+    @exclusive("reset")
+    def reset(
+        self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
+    ) -> FirstReturn:
+        """Begin new episodes; returns observations and infos.
+
+        The first reset after `load_state`, before any step, begins none in the loaded environments: see there.
+        Arguments and errors are as in `ArrayFacade.reset`.
+        """
+        resumed: dict[int, Any] = {}
+        if seed is None and options is None and not self._stepper.in_flight:
+            wanted = self._stepper.batch.checked_ids(env_ids)
+            resumed = {one: infos for one, infos in self._still_loaded().items() if one in wanted}
+        arrays = self._loaded
+        try:
+            if not resumed or arrays is None:
+                arrays = self._stepper.reset(seed, options, env_ids)
+            elif others := [one for one in wanted if one not in resumed]:
+                arrays = self._stepper.reset(None, None, others)
+        except ResultDoesNotFit:  # all have been reset
+            self._resumed = {}
+            raise
+        self._loaded, self._resumed = None, {}
+        observations, infos = self._first(arrays)
+        return observations, infos | {one: of_env for one, of_env in resumed.items() if of_env}
+
+    def reset_async(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
+        """Begin new episodes, also right after `load_state`, and return; see `ArrayFacade.reset_async`."""
+        super().reset_async(seed, options, env_ids)
+        self._loaded, self._resumed = None, {}
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> FirstReturn:
+        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
+
+        Trainers begin with a reset. So the next `reset` without a seed and options, before any step, begins no new
+        episode in these environments: it returns what this method returns. An episode that is over is reset.
+
+        Returns what `reset` returns: of the latest step or reset at that time.
+        """
+        earlier = self._still_loaded()
+        arrays, loaded = self._stepper.load_state(states, env_ids)
+        observations, infos = self._first(arrays)
+        over = self._stepper.transitions.over
+        going_on = {one: copy.deepcopy(infos.get(one)) for one in loaded if not over[one]}  # the caller may change them
+        others = {one: of_env for one, of_env in earlier.items() if one not in loaded}
+        self._loaded, self._resumed = arrays, others | going_on
+        return observations, infos
+
+    def _still_loaded(self) -> dict[int, Any]:
+        """The infos of environments that have been loaded, if no step or reset has followed."""
+        return self._resumed if self._stepper.latest is self._loaded else {}
+
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def _actions(self, actions: Any) -> list[Stacked]:
         if not isinstance(actions, Mapping) or actions.keys() != {*self.agents}:
             got = f"the keys {[*actions]}" if isinstance(actions, Mapping) else type(actions).__name__
             raise ValueError(f"expected a dict of actions by agent, with the keys {self.agents}; got {got}")
-        return [Stacked((agent,), self._actions_of(agent, actions[agent])) for agent in self.agents]
+        stacks = [Stacked((agent,), self._actions_of(agent, actions[agent])) for agent in self.agents]
+        if not self._stepper.in_flight:  # else this step is refused
+            self._resumed = {}
+            if not self._same_step:
+                self._were_over = self._are_over()
+        return stacks
 
     def _actions_of(self, agent: Any, values: Any) -> Any:
         space, num_envs = self.action_spaces[agent], self.num_envs
@@ -207,27 +288,34 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         self._present, self._acting = arrays.present, arrays.acting
         if self._state_space is not None:
             self._state = self._of_states(self._stepper.batch.states_seen()[0])
-        return self._observations(arrays.observations, arrays.observed)
+        shown = arrays.observed & arrays.alive
+        return self._observations(arrays.observations, shown if self._same_step else shown & ~self._are_over()[:, None])
+
+    def _are_over(self) -> NDArray[np.bool_]:
+        """The environments whose next step begins an episode, with NEXT_STEP."""
+        return np.array(self._stepper.transitions.over, np.bool_)
 
     def _transition(self, arrays: Arrays, over: NDArray[np.bool_], observations: Tensors) -> dict[str, Any]:
         """What the step led to before resets, under the names of arguments of `record_transition`."""
-        state = self._state
-        if self._same_step and over.any():
+        state, lived = self._state, ~arrays.were_dead
+        if arrays.ended.any():
+            observations = self._observations(arrays.observations, arrays.observed & lived)
+        if over.any():
             is_over = torch.tensor(over[:, None], device=self.device)
-            finals = self._observations(arrays.final_observations, arrays.finally_observed)
+            finals = self._observations(arrays.final_observations, arrays.finally_observed & lived)
             observations = {agent: torch.where(is_over, finals[agent], observations[agent]) for agent in self.agents}
             if state is not None:
                 state = torch.where(is_over, self._of_states(self._stepper.batch.states_seen()[1]), state)
         return {"next_observations": observations, "next_states": dict.fromkeys(self.agents, state)}
 
-    def _observations(self, groups: Sequence[Any], observed: NDArray[np.bool_]) -> Tensors:
-        by_agent, agents = self._stepper.view.by_agent([*groups]), self.agents
+    def _observations(self, groups: Sequence[Any], shown: NDArray[np.bool_]) -> Tensors:
+        """Observations by agent; zeros except for the agents that are `shown`, `(num_envs, agents)`."""
+        by_agent, spaces, device = self._stepper.view.by_agent([*groups]), self.observation_spaces, self.device
         for agent, space in self._moved.items():
             by_agent[agent] = to_zero(space, by_agent[agent])
-        spaces, device = self.observation_spaces, self.device
-        tensors = {agent: _tensor(spaces[agent], by_agent[agent], device) for agent in agents}
-        for agent in self._moved:
-            tensors[agent][torch.tensor(~observed[:, agents.index(agent)], device=device)] = 0
+        tensors = {agent: _tensor(spaces[agent], by_agent[agent], device) for agent in self.agents}
+        for column in np.flatnonzero(~shown.all(axis=0)).tolist():
+            tensors[self.agents[column]][torch.tensor(~shown[:, column], device=device)] = 0
         return tensors
 
     def _of_states(self, states: NDArray[Any]) -> torch.Tensor:
@@ -245,7 +333,8 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
             arrays = arrays.changed(**kept)
         terminated, truncated = inherited_flags(arrays, np.ones_like(arrays.terminations))
         if not self._bootstraps:
-            return terminated | truncated, np.zeros_like(truncated)
+            begins = not self._same_step and self._were_over[:, None]  # no action counted in this step
+            return terminated | truncated | begins, np.zeros_like(truncated)
         if truncated.any():
             over, has_last = arrays.terminated | arrays.truncated, arrays.observed
             if over.any():

@@ -92,8 +92,15 @@ class SkrlDriver(Driver):
         if self.bootstraps and moment.final is not None:
             last, last_state = moment.final, moment.final_state
         flags = {agent: self.flags(moment, agent, last) for agent in AGENTS}
+        has_begun = moment.is_over and moment.mode is SAME_STEP
+        alive = {*moment.observed} if has_begun else moment.alive - ({*AGENTS} if moment.is_over else set())
+        shown = {agent: value for agent, value in moment.observed.items() if agent in alive}
+        if self.bootstraps:  # the last observations of those who die, too
+            last = {agent: value for agent, value in last.items() if agent not in moment.were_dead}
+        else:
+            last = shown
         seen, before_resets = (
-            {a: flat(value) for a, value in observations(o, moment).items()} for o in (moment.observed, last)
+            {a: flat(value) for a, value in observations(o, moment).items()} for o in (shown, last)
         )
         return {
             "observations": seen,
@@ -109,7 +116,9 @@ class SkrlDriver(Driver):
         }
 
     def flags(self, moment: Moment, agent: str, last: ByAgent) -> tuple[bool, bool]:
-        """Once in a life, and for all at the end of an episode."""
+        """Once in a life, and for all at the end of an episode, and in a step that begins one."""
+        if moment.kind == "begin":
+            return True, False
         terminated, truncated = moment.of_life(agent)
         if not self.bootstraps:
             return terminated or truncated, False
@@ -118,6 +127,7 @@ class SkrlDriver(Driver):
 
 
 class BootstrappingDriver(SkrlDriver):
+    modes = (SAME_STEP,)
     bootstraps = True
 
 
