@@ -120,12 +120,15 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         )
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         if bootstrap_truncated and not self._same_step:
-            has_choice = self._stepper.workers is not None
-            advice = "pass auto_reset=True" if has_choice else "run this simulator in workers"
+            is_native = self._stepper.workers is None
             raise ValueError(
                 "SkrlEnv needs a ParallelEnv with auto_reset=True for bootstrap_truncated=True, got "
-                f'auto_reset="NEXT_STEP": {advice}, or leave bootstrap_truncated=False. skrl would train on the steps '
-                "that begin episodes"
+                'auto_reset="NEXT_STEP"'
+                + (
+                    ", the only mode of a simulator without workers: leave bootstrap_truncated=False"
+                    if is_native
+                    else ": pass auto_reset=True, or leave bootstrap_truncated=False"
+                )
             )
         schema, agents = self._stepper.schema, [*self._stepper.view.agents]
         if with_state is None:
@@ -187,9 +190,7 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
     # -- resets and loads ----------------------------------------------------------------------------------------------
 
     @exclusive("reset")
-    def reset(
-        self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
-    ) -> FirstReturn:
+    def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> FirstReturn:
         """Begin new episodes; returns observations and infos.
 
         The first reset after `load_state`, before any step, begins none in the loaded environments: see there.

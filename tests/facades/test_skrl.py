@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,9 +10,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from mpe2 import simple_spread_v3, simple_tag_v3
+from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 from simulators.choices import ELSEWHERE, choosers, last_actions
+from simulators.dying_agents import DyingAgents
+from simulators.native_arena import Arena
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
+from simulators.turn_deaths import Elimination
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 from skrl.envs.wrappers.torch import MultiAgentEnvWrapper
 from skrl.memories.torch import RandomMemory
@@ -20,8 +26,10 @@ from skrl.multi_agents.torch.ippo import IPPO, IPPO_CFG
 from skrl.multi_agents.torch.mappo import MAPPO, MAPPO_CFG
 from skrl.trainers.torch import ParallelTrainer, SequentialTrainer
 from skrl.utils.runner.torch import Runner
+from skrl.utils.spaces.torch import compute_space_size
 
 from marl_parallel import ParallelEnv, make
+from marl_parallel.sources.native import Received
 from marl_parallel.vector import SkrlEnv
 
 pytestmark = pytest.mark.needs("skrl", "torch", "mpe2")
@@ -71,7 +79,7 @@ class PlainLoop:
         ends = [{agent for agent, flag in of_kind.items() if flag and agent != "__all__"} for of_kind in flags]
         now_dead = {agent for agent in self.dead if agent not in self.seen or agent in ends[0] | ends[1]}
         self.died = [of_kind - now_dead for of_kind in ends]
-        self.corpses, self.dead = now_dead, now_dead | ends[0] | ends[1]
+        self.dead = now_dead | ends[0] | ends[1]
         for agent, reward in self.rewards.items():
             self.returns[agent] += reward
         self.length += 1
@@ -80,22 +88,28 @@ class PlainLoop:
         else:
             self.over = [False, not self.env.agents]  # nobody is left: all have flags of their own, or have died before
         self.is_over = any(self.over)
-        self.last, self.last_state = self.seen, self.state()
+        self.last = {agent: value for agent, value in self.seen.items() if agent not in now_dead}
+        self.last_state = self.state()
         self.finished = (self.returns, self.length)
         if self.is_over:
             self.begin()
+
+    @property
+    def current(self) -> dict[str, Any]:
+        """The observations of agents that are alive."""
+        return {agent: value for agent, value in self.seen.items() if agent not in self.dead}
 
     def flags(self, agent: str, *, bootstraps: bool) -> tuple[bool, bool]:
         """Terminated and truncated, once in a life and at the end of the episode."""
         terminated, truncated = (agent in of_kind for of_kind in self.died)
         if not (terminated or truncated):
             terminated, truncated = self.over
-        is_valued = bootstraps and agent in self.last and agent not in self.corpses
+        is_valued = bootstraps and agent in self.last
         return bool(terminated or (truncated and not is_valued)), bool(truncated and is_valued and not terminated)
 
 
 def rows(loops: list[PlainLoop], name: str, agent: str, size: int) -> np.ndarray:
-    """The observations of an agent in all loops; zeros where it is absent."""
+    """The observations of an agent in all loops; zeros where it is absent or dead."""
     values = [getattr(loop, name).get(agent, np.zeros(size)) for loop in loops]
     return np.array([np.asarray(value, np.float32).ravel() for value in values])
 
@@ -125,7 +139,7 @@ def test_equals_plain_loops(kind, how, bootstraps):
     for _ in range(25):
         for agent in env.agents:
             size = spaces.flatdim(env.observation_space(agent))
-            assert same(observations[agent], rows(loops, "seen", agent, size))
+            assert same(observations[agent], rows(loops, "current", agent, size))
             assert observations[agent].dtype == torch.float32
             assert same(env.state()[agent], states(loops, [loop.state() for loop in loops]))
             assert env.acting[agent].ravel().tolist() == [agent in loop.acting for loop in loops]
@@ -239,7 +253,9 @@ def learner(env: SkrlEnv, algorithm: str, base: Any = None, **own: Any) -> Any:
     defaults = {"learning_epochs": 1, "mini_batches": 1, "rollouts": 8}
     cfg = config(**empty, **{**defaults, **own})
     cfg.experiment.write_interval = cfg.experiment.checkpoint_interval = 0
-    memories = {agent: RandomMemory(memory_size=8, num_envs=env.num_envs, device="cpu") for agent in env.agents}
+    memories = {
+        agent: RandomMemory(memory_size=cfg.rollouts, num_envs=env.num_envs, device="cpu") for agent in env.agents
+    }
     return (kind if base is None else type("Own", (base, kind), {}))(
         possible_agents=env.possible_agents,
         models=models,
@@ -343,6 +359,262 @@ def test_what_skrl_trains_on_at_a_truncated_step(algorithm, bootstraps):
             assert flags == (ends[::-1] if bootstraps else ends)
 
 
+def recorded(memory: RandomMemory, env_id: int) -> dict[str, list[Any]]:
+    """The rows of one environment in a memory of skrl."""
+    names = "observations", "rewards", "terminated", "truncated", "values", "returns"
+    return {name: memory.get_tensor_by_name(name)[:, env_id].squeeze(-1).tolist() for name in names}
+
+
+@pytest.mark.parametrize("bootstraps", [False, True])
+def test_what_skrl_trains_on_after_a_death(bootstraps):
+    """Rows have observations of zeros; only the return of the last step has the value of the last observation."""
+    own = {"bootstrap_truncated": bootstraps, "device": "cpu"}
+    env = make(DyingAgents, 2, facade="skrl", backend="serial", seed=SEED, facade_kwargs=own)
+    base = BootstrapsFromLast if bootstraps else None
+    agent = learner(env, "ippo", base, learning_rate=0.0, time_limit_bootstrap=bootstraps, rollouts=9)
+    SequentialTrainer(env=env, agents=agent, cfg={**TRAINER, "timesteps": 9}).train()
+    env.close()
+    actions = {name: memory.get_tensor_by_name("actions") for name, memory in agent.memories.items()}
+    for env_id in range(2):
+        simulator = DyingAgents()
+        seen, _ = simulator.reset(seed=SEED + env_id)
+        rows = {name: recorded(memory, env_id) for name, memory in agent.memories.items()}
+        for time in range(9):  # one episode
+            for name, of_agent in rows.items():
+                lives = time < simulator.death[name]
+                assert of_agent["observations"][time] == (seen[name].tolist() if lives else [0.0, 0.0])
+            acting = {name: int(actions[name][time, env_id]) for name in rows if time < simulator.death[name]}
+            seen, rewards, *_ = simulator.step(acting)
+            for name in acting:
+                value = float(seen[name].sum()) if bootstraps and (name, time + 1) == ("y", simulator.death["y"]) else 0
+                assert rows[name]["rewards"][time] == pytest.approx(rewards[name] + 0.99 * value, abs=1e-4)
+        for name, of_agent in rows.items():
+            end = simulator.death[name] - 1
+            assert of_agent["returns"][end] == pytest.approx(of_agent["rewards"][end], abs=1e-4)
+            assert {*of_agent["rewards"][end + 1 :], *of_agent["returns"][end + 1 :]} <= {0.0}
+            died = "truncated" if bootstraps and name == "y" else "terminated"
+            assert next(time for time, flag in enumerate(of_agent[died]) if flag) == end
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_skrl_trains_on_with_next_step(algorithm):
+    """The step that begins an episode is an end: no return of a new episode counts for what came before."""
+    own = {"device": "cpu", "with_state": algorithm == "mappo"}
+    env = make(spread, 2, facade="skrl", backend="serial", auto_reset="NEXT_STEP", facade_kwargs=own)
+    agent = learner(env, algorithm, learning_rate=0.0, rollouts=16)
+    SequentialTrainer(env=env, agents=agent, cfg={**TRAINER, "timesteps": 16}).train()
+    env.close()
+    for env_id in range(2):
+        for memory in agent.memories.values():
+            rows = recorded(memory, env_id)
+            assert [time for time, flag in enumerate(rows["terminated"]) if flag] == [5, 6, 12, 13]
+            assert not any(rows["truncated"])
+            for begins in (6, 13):
+                assert not any(rows["observations"][begins])
+                assert any(rows["observations"][begins + 1])
+                assert rows["rewards"][begins] == 0.0
+                assert rows["returns"][begins] == pytest.approx(0.0, abs=1e-5)
+                assert rows["returns"][begins - 1] == pytest.approx(rows["rewards"][begins - 1], rel=1e-4)
+
+
+class FlatArena(Arena):
+    """Steps all environments at once, with observation spaces for which skrl has tensors."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs)
+        flat = {agent: spaces.Box(-np.inf, np.inf, (1 + (agent == "scout"),)) for agent in self.schema.possible_agents}
+        self.schema = dataclasses.replace(self.schema, observation_spaces=flat)
+
+    def receive(self) -> Received:
+        received = super().receive()
+        (tanks,), scouts = received.observations
+        both = np.stack([scouts["at"], scouts["seen"]], axis=-1).astype(np.float32)
+        return received._replace(observations=[tanks[..., None], both])
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_steps_that_begin_episodes(native):
+    """With NEXT_STEP, all agents are terminated in them, also in those after a load."""
+    core = ParallelEnv.from_native(FlatArena(2)) if native else ParallelEnv([spread] * 2, "NEXT_STEP", backend="serial")
+    env = SkrlEnv(core, "cpu")
+    actions = {agent: torch.zeros(2, flat) for agent, flat in widths(env).items()}
+    length = Arena.LENGTH if native else 6
+    env.reset()
+    for time in range(1, 3 * length):
+        observations, rewards, terminated, *_ = env.step(actions)
+        is_over, begins = time % (length + 1) == length, time % (length + 1) == 0
+        for agent in env.agents:
+            assert terminated[agent].all() == terminated[agent].any() == (is_over or begins)
+            assert not (is_over and observations[agent].any())
+            assert not (begins and rewards[agent].any())
+        if is_over and not native:
+            assert not any(tensor.any() for tensor in env.load_state(env.save_state())[0].values())
+    env.close()
+
+
+def widths(env: SkrlEnv) -> dict[str, int]:
+    return {agent: compute_space_size(space, occupied_size=True) for agent, space in env.action_spaces.items()}
+
+
+def test_turn_based_games():
+    """A waiting agent is alive: its rows keep their observations, until it dies."""
+    env = make(Elimination, 2, facade="skrl", backend="serial", facade_kwargs={"device": "cpu"}, seed=1)
+    loop = turn_based_aec_to_parallel(Elimination())
+    seen, _ = loop.reset(seed=1)
+    observations, _ = env.reset()
+    deaths = 0
+    for action in (0, 1, 2, 0, 1):
+        dead = {*env.agents} - {*loop.agents}
+        deaths += len(dead)
+        for agent in env.agents:
+            expected = np.zeros(2, np.float32) if agent in dead else seen[agent]
+            assert np.array_equal(observations[agent][0], expected)
+        selected = loop.aec_env.agent_selection
+        assert [bool(env.acting[agent][0]) for agent in env.agents] == [agent == selected for agent in env.agents]
+        observations, *_ = env.step({agent: torch.full((2, 1), action) for agent in env.agents})
+        seen, *_ = loop.step(dict.fromkeys(loop.agents, action))
+    assert deaths
+    env.close()
+
+
+# -- saved states ------------------------------------------------------------------------------------------------------
+
+
+def zeros(env: SkrlEnv) -> dict[str, torch.Tensor]:
+    return {agent: torch.zeros(env.num_envs, 1, dtype=torch.int64) for agent in env.agents}
+
+
+def equal(one: Any, other: Any) -> bool:
+    return all(torch.equal(one[agent], other[agent]) for agent in one)
+
+
+@pytest.mark.parametrize("how", ["serial", "process"])
+def test_training_goes_on_from_a_loaded_episode(how):
+    """The first reset of a trainer keeps it, with its states; the next one begins new episodes."""
+    env = make(spread, 2, facade="skrl", facade_kwargs={"device": "cpu"}, seed=SEED, **HOWS[how])
+    env.reset()
+    for _ in range(4):
+        observations, *_ = env.step(zeros(env))
+    states, global_state = env.save_state(), env.state()["agent_0"]
+    for _ in range(3):
+        env.step(zeros(env))
+    loaded, _ = env.load_state(states)
+    loaded = {agent: tensor.clone() for agent, tensor in loaded.items()}
+    agent = learner(env, "mappo", learning_rate=0.0)
+    SequentialTrainer(env=env, agents=agent, cfg={**TRAINER, "timesteps": 8}).train()
+    for name, memory in agent.memories.items():
+        assert torch.equal(memory.get_tensor_by_name("observations")[0], observations[name])
+        assert torch.equal(memory.get_tensor_by_name("states")[0], global_state)
+        assert recorded(memory, 0)["terminated"] == [False, True] + [False] * 5 + [True]
+    assert equal(loaded, observations)
+    env.close()
+
+
+def test_resets_after_a_load():
+    """Those with a seed or options, and those after a step or a reset in flight, begin new episodes."""
+    env = make(spread, 2, facade="skrl", facade_kwargs={"device": "cpu"}, backend="serial", seed=SEED)
+    env.reset()
+    for _ in range(2):
+        env.step(zeros(env))
+    states = env.save_state()
+    changed, _ = env.load_state(states)
+    loaded = {agent: tensor.clone() for agent, tensor in changed.items()}
+    changed["agent_0"][:] = 7  # the caller's own
+    for refused in ({}, dict.fromkeys(env.agents, torch.zeros(7))):
+        with pytest.raises(ValueError, match="expected"):
+            env.step(refused)
+    with pytest.raises(ValueError, match="seed"):
+        env.reset(seed=[1])
+    assert equal(env.reset()[0], loaded)
+    assert not equal(env.reset()[0], loaded)
+
+    def by_async() -> Any:
+        env.reset_async()
+        return env.reset_wait()
+
+    def after_a_step() -> Any:
+        env.step(zeros(env))
+        return env.reset()
+
+    begins = [lambda: env.reset(seed=9), lambda: env.reset(options={}), by_async, after_a_step]
+    for begin in begins:
+        env.load_state(states)
+        begin()
+        env.step(zeros(env))
+        for time in range(5):
+            *_, infos = env.step(zeros(env))
+            assert ("episode" in infos) == (time == 4)
+    env.load_state(states)
+    env.step_async(zeros(env))
+    with pytest.raises(AlreadyPendingCallError):
+        env.reset()
+    env.step_wait()
+    env.load_state(states)
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+class Reports(VariableDictAgents):
+    """Infos have the time; with `pays_vectors`, the rewards of one step are vectors that no space declares."""
+
+    pays_vectors = False
+
+    def reset(self, **arguments: Any) -> Any:
+        self.time = 0
+        return super().reset(**arguments)[0], {"__common__": {"time": [0]}}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        observations, *rest, _ = super().step(actions)
+        if self.pays_vectors:
+            rest[0] = dict.fromkeys(observations, np.zeros(2))
+            self.pays_vectors = False
+        return observations, *rest, {"__common__": {"time": [self.time]}}
+
+
+def test_infos_and_faults_after_a_load():
+    """The reset returns the loaded infos; after a step whose result does not fit, it begins new episodes."""
+    env = make(Reports, 2, {"plain": True}, facade="skrl", facade_kwargs={"device": "cpu"}, backend="serial")
+    env.reset()
+    env.step(zeros(env))
+    states = env.save_state()
+    _, changed = env.load_state(states)
+    changed[1]["__common__"]["time"][0] = 9
+    _, infos = env.reset(env_ids=[1])
+    assert infos == {one: {"__common__": {"time": [1]}} for one in infos}
+    assert 1 in infos
+    env.load_state(states)
+    env.set_attr("pays_vectors", [True, False])
+    with pytest.raises(ValueError, match="reward"):
+        env.step(zeros(env))
+    assert env.reset()[1][0] == {"__common__": {"time": [0]}}
+    env.close()
+
+
+def test_reset_after_a_load_of_some():
+    """It begins new episodes in the others, and where the loaded episode is over."""
+    env = make(spread, 3, facade="skrl", facade_kwargs={"device": "cpu"}, backend="serial", auto_reset="NEXT_STEP")
+    env.reset()
+    saved = []
+    for _ in range(6):
+        env.step(zeros(env))
+        saved.append(env.save_state())
+    env.load_state(saved[1][:1], [0])
+    loaded, _ = env.load_state(saved[5][2:], [2])  # over
+    observations, _ = env.reset()
+    for agent in env.agents:
+        assert torch.equal(observations[agent][0], loaded[agent][0])
+        assert not loaded[agent][1:].any()
+        assert observations[agent][1:].any(dim=1).all()
+    lengths = []
+    for _ in range(6):
+        *_, infos = env.step(zeros(env))
+        lengths += [infos["episode"]["Episode / Length"].item()] if "episode" in infos else []
+    assert lengths == [6.0, 6.0]  # of the loaded one, and of the two that begin
+    env.close()
+
+
 # -- wrong use ---------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +648,13 @@ def test_wrong_use():
     env.close()
     with pytest.raises(ValueError, match=r"SkrlEnv needs a ParallelEnv with auto_reset=.*, got auto_reset=False"):
         make(spread, ENVS, facade="skrl", backend="serial", auto_reset=False)
+    for core, advice in (
+        (ParallelEnv([spread], "NEXT_STEP", backend="serial"), ": pass auto_reset=True"),
+        (ParallelEnv.from_native(FlatArena(2)), ", the only mode .* without workers"),
+    ):
+        with pytest.raises(ValueError, match=rf'auto_reset=True for bootstrap_.*="NEXT_STEP"{advice}'):
+            SkrlEnv(core, bootstrap_truncated=True)
+        core.close()
     with pytest.raises(TypeError, match=r"SkrlEnv takes no argument 'colour'; .*bootstrap_truncated"):
         make(spread, ENVS, facade="skrl", backend="serial", facade_kwargs={"colour": 1})
 

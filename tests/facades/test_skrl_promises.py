@@ -99,9 +99,7 @@ class SkrlDriver(Driver):
             last = {agent: value for agent, value in last.items() if agent not in moment.were_dead}
         else:
             last = shown
-        seen, before_resets = (
-            {a: flat(value) for a, value in observations(o, moment).items()} for o in (shown, last)
-        )
+        seen, before_resets = ({a: flat(value) for a, value in observations(o, moment).items()} for o in (shown, last))
         return {
             "observations": seen,
             "present": {agent: agent in moment.observed or agent in rewards for agent in AGENTS},
