@@ -120,15 +120,12 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         )
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         if bootstrap_truncated and not self._same_step:
-            is_native = self._stepper.workers is None
+            advice = ": pass auto_reset=True, or leave bootstrap_truncated=False"
+            if self._stepper.workers is None:
+                advice = ", the only mode of a simulator without workers: leave bootstrap_truncated=False"
             raise ValueError(
                 "SkrlEnv needs a ParallelEnv with auto_reset=True for bootstrap_truncated=True, got "
-                'auto_reset="NEXT_STEP"'
-                + (
-                    ", the only mode of a simulator without workers: leave bootstrap_truncated=False"
-                    if is_native
-                    else ": pass auto_reset=True, or leave bootstrap_truncated=False"
-                )
+                f'auto_reset="NEXT_STEP"{advice}'
             )
         schema, agents = self._stepper.schema, [*self._stepper.view.agents]
         if with_state is None:
@@ -196,15 +193,15 @@ class SkrlEnv(ArrayFacade[Any, StepReturn, FirstReturn], MultiAgentEnvWrapper): 
         The first reset after `load_state`, before any step, begins none in the loaded environments: see there.
         Arguments and errors are as in `ArrayFacade.reset`.
         """
+        arrays, ids = self._loaded, self._stepper.batch.checked_ids(env_ids)
         resumed: dict[int, Any] = {}
-        if seed is None and options is None and not self._stepper.in_flight:
-            wanted = self._stepper.batch.checked_ids(env_ids)
-            resumed = {one: infos for one, infos in self._still_loaded().items() if one in wanted}
-        arrays = self._loaded
+        if seed is None and options is None and self._resumed:
+            self._stepper.batch.check_idle("reset")
+            resumed = {one: infos for one, infos in self._still_loaded().items() if one in ids}
         try:
             if not resumed or arrays is None:
                 arrays = self._stepper.reset(seed, options, env_ids)
-            elif others := [one for one in wanted if one not in resumed]:
+            elif others := [one for one in ids if one not in resumed]:
                 arrays = self._stepper.reset(None, None, others)
         except ResultDoesNotFit:  # all have been reset
             self._resumed = {}
