@@ -183,7 +183,7 @@ def update(network: Network, optimizer: torch.optim.Optimizer, data: RolloutArra
     boards, masks = torch.from_numpy(data.observations["observation"]), torch.from_numpy(data.action_masks)
     with torch.no_grad():
         values = network(boards)[1]
-    # Whoever waits for a turn at the end of the rollout has no observation: what is good for one side is bad for both.
+    # A player that waits at the end of the rollout has no observation: it gains what the other one loses.
     last = torch.where(torch.from_numpy(data.acting[-1]), values[-1], 0.0)
     values[-1] = last - last.flip(-1)
     ended = np.zeros((int(data.done.sum()), 2))  # games end by a termination: nothing comes after it

@@ -156,7 +156,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             reason = "" if state_space is not None else f": {stepper.batch.no_state}"
             raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}{reason}")
         self._returns_state = return_state
-        self._state: Any = None  # the latest one, `(num_envs, *state_space.shape)`
+        self._state: Any = None  # with restarts, the latest one, `(num_envs, *state_space.shape)`
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._mailbox = Mailbox[TensorDictBase](stepper, self._rows_of_results)
@@ -543,11 +543,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         if self._returns_state:
             state = self._stepper.state()
-            if self._stepper.restarts and self._state is not None:
+            if self._stepper.restarts:
                 cut_off = arrays.restarted & arrays.truncated  # like observations, the last one before the fault
-                state[cut_off] = self._state[cut_off]
-            self._state = state
-            result["state"] = torch.from_numpy(state.copy())
+                if self._state is not None:
+                    state[cut_off] = self._state[cut_off]
+                self._state = state.copy()  # the caller may change what is returned
+            result["state"] = torch.from_numpy(state)
         for name, group in self._groups.items():
             observations = group.observations(arrays.observations)
             seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}

@@ -13,7 +13,7 @@ from pettingzoo.utils import BaseWrapper
 
 
 class Elimination(AECEnv):
-    """Players act in turn; action 2 kills the next player, and the last survivor ends the game with action 1.
+    """Players act in turn; action 2 kills the next player, and the last one alive ends the game with action 1.
 
     Rewards, observations and infos depend on the seed and on all actions. A dead player's turn comes next with
     `dead_first`, as in PettingZoo's own games, else in the usual order. Deaths of `c` are truncations.
